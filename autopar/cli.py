@@ -1,0 +1,283 @@
+"""The command line: parse, call, print. What a command does is elsewhere.
+
+``autopar plan | report | run | verify | demo``. Exit codes: 0 done, 1 something is wrong (one message on stderr, no
+traceback; also when a comparison fails), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError
+from autopar.options import OPTIMIZERS, Parallelism, PlanOptions
+from cost_models import ClusterError
+
+if TYPE_CHECKING:
+    from autopar.plans import Plan
+    from autopar.references import ModelSource
+
+Progress = Callable[[str], None]
+
+CLUSTER_HELP = "a JSON file, local:4 (processes on this machine), or 8x8:H100-SXM (nodes x devices of a kind)"
+MODEL_HELP = "package.module:function or file.py:function, which returns (model, example_inputs[, loss_fn])"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    parsed = parser().parse_args(arguments)
+    try:
+        code: int = parsed.command(parsed)
+        return code
+    except Exception as error:
+        if not is_expected(error):
+            raise
+        print(f"autopar: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("autopar: interrupted", file=sys.stderr)
+        return 1
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether an error is meant for the user: one of this package's own."""
+    runtime = sys.modules.get("autopar.runtime.errors")  # loads torch, so it is not imported here
+    own = (AutoparError, ClusterError) + ((runtime.ProgramError,) if runtime else ())
+    return isinstance(error, own)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The grammar of the command line."""
+    from autopar import __version__
+
+    top = argparse.ArgumentParser(
+        prog="autopar",
+        description="Plans parallel training of a PyTorch model on a cluster, explains the plan and runs it.",
+    )
+    top.add_argument("--version", action="version", version=f"autopar {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan", help="find the best plan for a model on a cluster", description="Find the best plan."
+    )
+    plan.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    plan.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
+    plan.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_planning(plan, "local:4")
+    plan.set_defaults(command=plan_command)
+
+    report = commands.add_parser(
+        "report", help="show the report of a plan", description="Show what a plan does and costs."
+    )
+    report.add_argument("plan", metavar="PLAN.json", nargs="?", help="a plan written by 'autopar plan --out'")
+    report.add_argument("--json", action="store_true", help="print the report as JSON")
+    report.add_argument("--schema", action="store_true", help="print the JSON Schema of reports instead")
+    report.set_defaults(command=report_command)
+
+    run = commands.add_parser(
+        "run",
+        help="train some steps",
+        description="Train a model on its example batch and compare measured with predicted seconds. Started by torchrun "
+        "it is one of the processes; otherwise it starts them on this machine.",
+    )
+    run.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    run.add_argument("plan", metavar="PLAN.json", nargs="?", help="the plan to run; without it the model is planned")
+    run.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to train (default 10)")
+    run.add_argument("--learning-rate", type=float, default=1e-3, metavar="RATE", help="of AdamW (default 1e-3)")
+    _add_planning(run, "local:2")
+    run.set_defaults(command=run_command)
+
+    verify = commands.add_parser(
+        "verify",
+        help="compare a plan's program with the plain model",
+        description="Run the program on simulated ranks in float64 and compare loss, gradients and parameters after a step.",
+    )
+    verify.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    verify.add_argument(
+        "plan", metavar="PLAN.json", nargs="?", help="the plan to verify; without it the model is planned"
+    )
+    verify.add_argument(
+        "--processes", action="store_true", help="use real processes (torchrun) instead of simulated ranks"
+    )
+    _add_planning(verify, "local:4")
+    verify.set_defaults(command=verify_command)
+
+    demo = commands.add_parser("demo", help="plan and train a small GPT-2 on this machine", description="See it work.")
+    demo.add_argument("--devices", type=_positive, default=4, metavar="N", help="processes (default 4)")
+    demo.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to train (default 20)")
+    demo.set_defaults(command=demo_command)
+    return top
+
+
+def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
+    """What every command that plans can be told."""
+    command.add_argument("--cluster", metavar="CLUSTER", default=cluster, help=f"{CLUSTER_HELP} (default {cluster})")
+    forced = command.add_argument_group("forced choices (what is left out is searched)")
+    forced.add_argument("--data", type=_positive, metavar="N", help="devices that share the batch")
+    forced.add_argument("--tensor", type=_positive, metavar="N", help="devices that share the operators")
+    forced.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="how parameters rest on the data axis")
+    forced.add_argument("--mesh-shape", metavar="4x2", help="the mesh, instead of every factorisation")
+    options = command.add_argument_group("options")
+    options.add_argument(
+        "--max-mesh-axes", type=_positive, default=2, metavar="N", help="of the meshes searched (default 2)"
+    )
+    options.add_argument(
+        "--memory-margin", type=float, default=0.05, metavar="SHARE", help="memory kept free (default 0.05)"
+    )
+    options.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose states count (default adamw)")
+    options.add_argument("--time-limit", type=float, metavar="SECONDS", help="cut the search off")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number of at least 1")
+    return number
+
+
+def _options(parsed: argparse.Namespace) -> PlanOptions:
+    from autopar.references import read_shape
+
+    return PlanOptions(
+        parallelism=Parallelism(data=parsed.data, tensor=parsed.tensor, zero=parsed.zero),
+        optimizer=parsed.optimizer,
+        memory_margin=parsed.memory_margin,
+        max_mesh_axes=parsed.max_mesh_axes,
+        mesh_shape=read_shape(parsed.mesh_shape) if parsed.mesh_shape else None,
+        time_limit_seconds=parsed.time_limit,
+    )
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Tells on stderr what is being done: a line that changes on a terminal, plain lines otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda message: print(message, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield status.update
+
+
+def _planned(parsed: argparse.Namespace, source: ModelSource) -> Plan:
+    from autopar.planner import plan
+    from autopar.references import load_cluster
+
+    options, cluster = _options(parsed), load_cluster(parsed.cluster)
+    with progress() as say:
+        say("tracing the model")
+        return plan(source.model, cluster, source.example_inputs, options=options, loss_fn=source.loss_fn, progress=say)
+
+
+def _given_plan(parsed: argparse.Namespace, source: ModelSource) -> Plan:
+    from autopar.plans import Plan
+
+    return Plan.load(parsed.plan) if parsed.plan else _planned(parsed, source)
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    from autopar.report import text
+
+    print(json.dumps(report, indent=1, allow_nan=False) if as_json else text(report))
+
+
+def plan_command(parsed: argparse.Namespace) -> int:
+    """``autopar plan``."""
+    from autopar.references import load_model
+
+    found = _planned(parsed, load_model(parsed.model))
+    _show(found.report(), parsed.json)
+    if parsed.out:
+        found.save(parsed.out)
+        print(f"\nwritten to {parsed.out}", file=sys.stderr if parsed.json else sys.stdout)
+    return 0
+
+
+def report_command(parsed: argparse.Namespace) -> int:
+    """``autopar report``."""
+    from autopar.plans import Plan
+    from autopar.report import SCHEMA
+
+    if parsed.schema:
+        print(json.dumps(SCHEMA, indent=1))
+        return 0
+    if not parsed.plan:
+        print("autopar report: give PLAN.json, or --schema", file=sys.stderr)
+        return 2
+    _show(Plan.load(parsed.plan).report(), parsed.json)
+    return 0
+
+
+def run_command(parsed: argparse.Namespace) -> int:
+    """``autopar run``: one of torchrun's processes, or the parent that starts them."""
+    from autopar.launching import own_rank
+    from autopar.references import load_model
+
+    rank = own_rank()
+    source = load_model(parsed.model)
+    if rank is None:
+        from autopar.running import run_processes
+
+        steps = ["--steps", str(parsed.steps), "--learning-rate", str(parsed.learning_rate)]
+        return run_processes(parsed.model, _given_plan(parsed, source), steps)
+    from autopar.report.units import seconds_text
+    from autopar.running import run_rank
+
+    def show(step: int, loss: float, seconds: float) -> None:
+        if rank.is_first:
+            print(f"step {step:4d}   loss {loss:.6f}   {seconds_text(seconds)}", flush=True)
+
+    plan = _given_plan(parsed, source)
+    trained = run_rank(source, plan, parsed.steps, parsed.learning_rate, show)
+    if rank.is_first:
+        predicted = plan.report()["predicted"]["step_seconds"]
+        print(f"step: predicted {seconds_text(predicted)}, measured {seconds_text(trained.typical_seconds)}")
+    return 0
+
+
+def verify_command(parsed: argparse.Namespace) -> int:
+    """``autopar verify``."""
+    from autopar.references import load_model
+    from autopar.verifier import verify
+
+    source = load_model(parsed.model)
+    plan = _given_plan(parsed, source)
+    with progress() as say:
+        say(f"running {plan.num_devices} ranks in float64")
+        found = verify(
+            source.model,
+            plan,
+            source.example_inputs,
+            loss_fn=source.loss_fn,
+            processes=parsed.processes,
+            count_collectives=True,
+        )
+    print(found)
+    return 0 if found.passed else 1
+
+
+def demo_command(parsed: argparse.Namespace) -> int:
+    """``autopar demo``."""
+    from autopar.demo import TOLERANCE, plan_demo, train_demo
+    from autopar.report.units import seconds_text
+
+    with progress() as say:
+        say(f"planning GPT-2 for {parsed.devices} processes on this machine")
+        chosen = plan_demo(parsed.devices, say)
+    _show(chosen.report(), as_json=False)
+    with progress() as say:
+        found = train_demo(chosen, parsed.steps, say)
+    print("\nstep   parallel loss   one process   difference")
+    for step, (ours, theirs) in enumerate(zip(found.parallel.losses, found.plain.losses, strict=True)):
+        print(f"{step:4d}   {ours:13.6f}   {theirs:11.6f}   {abs(ours - theirs) / abs(theirs):10.1e}")
+    predicted = chosen.report()["predicted"]["step_seconds"]
+    print(
+        f"\nstep: predicted {seconds_text(predicted)}, measured {seconds_text(found.parallel.typical_seconds)} in "
+        f"{parsed.devices} processes; {seconds_text(found.plain.typical_seconds)} in one process"
+    )
+    print(f"largest difference of the loss at any step: {found.largest_difference:.1e} (allowed {TOLERANCE:.0e})")
+    return 0 if found.passed else 1

@@ -1,0 +1,173 @@
+"""Calls that must know the mesh: their local result alone is not the local part of the whole result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from autopar.codegen.called import Called, joined
+from autopar.codegen.local_sizes import num_parts, same_everywhere, size_at
+from autopar.codegen.scope import AxisCuts
+from autopar.strategies.loss import ELEMENTWISE_LOSSES, MEAN, SUM, reduction_of
+from autopar.strategies.signatures import dims_argument, place_in_inputs
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def _tuple(items: Iterable[str]) -> str:
+    given = list(items)
+    return f"({given[0]},)" if len(given) == 1 else f"({', '.join(given)})"
+
+
+def _embedding(call: Called) -> str:
+    """Rows of a split vocabulary are looked up where they are."""
+    weight, ids = call.names[0], call.names[1]
+    padding = call.given(2, "padding_idx", -1)
+    end = [] if padding == -1 else [f"padding_idx={padding}"]
+    cuts = call.input_cuts(0, 0)
+    if cuts:
+        split = call.scope.split(call.input_shape()[0], cuts, "vocab")
+        return joined(call.scope.runtime("vocab_embedding"), [ids, weight, split, *end])
+    if call.given(3, "scale_grad_by_freq", False):
+        end.append("scale_grad_by_freq=True")
+    return joined(call.scope.functional("embedding"), [ids, weight, *end])
+
+
+def _cross_entropy(call: Called) -> str:
+    """Split rows share the count of a mean, split classes their sums."""
+    logits, labels = call.names[:2]
+    weight = place_in_inputs(call.operator, 2, "weight")
+    options = [] if weight is None else [f"weight={call.names[weight]}"]
+    reduction = call.given(3, "reduction", MEAN)
+    if call.given(4, "ignore_index", -100) != -100:
+        options.append(f"ignore_index={call.given(4, 'ignore_index')}")
+    if reduction != MEAN:
+        options.append(f'reduction="{_REDUCTIONS[reduction]}"')
+    if call.given(5, "label_smoothing", 0.0):
+        options.append(f"label_smoothing={call.given(5, 'label_smoothing')}")
+    classes = 1 if len(call.input_shape()) > 1 else 0
+    vocab = call.input_cuts(classes)
+    rows = _axes_cutting(call, range(len(call.input_shape(1))), 1) if reduction == MEAN else []
+    if not vocab and not rows:
+        return joined(call.scope.functional("cross_entropy"), [logits, labels, *options])
+    if rows:
+        options.append(f"batch_axes={_tuple(call.scope.axis(axis) for axis in rows)}")
+    if vocab:
+        options.append(f"vocab={call.scope.split(call.input_shape()[classes], vocab, 'vocab')}")
+    return joined(call.scope.runtime("cross_entropy"), [logits, labels, *options])
+
+
+def _nll(call: Called) -> str:
+    """Rows of a mean are whole, so that each device's call is the whole one's or a term of its sum."""
+    weight = place_in_inputs(call.operator, 2, "weight")
+    options = [] if weight is None else [f"weight={call.names[weight]}"]
+    if call.given(4, "ignore_index", -100) != -100:
+        options.append(f"ignore_index={call.given(4, 'ignore_index')}")
+    reduction = call.given(3, "reduction", MEAN)
+    if reduction != MEAN:
+        options.append(f'reduction="{_REDUCTIONS[reduction]}"')
+    return joined(call.scope.functional("nll_loss"), [*call.names[:2], *options])
+
+
+def _axes_cutting(call: Called, dims: Iterable[int], index: int = 0) -> list[int]:
+    """Axes that cut some of an input's dims, in order."""
+    return sorted({axis for dim in dims for axis, _ in call.input_cuts(dim, index)})
+
+
+def _batch_norm(call: Called) -> str:
+    """In training the runtime's own: statistics over all rows, and the new running ones as further results."""
+    texts = call.args
+    training, momentum, eps = texts[5], texts[6], texts[7]
+    x, weight, bias, mean, var = texts[:5]
+    axes = _axes_cutting(call, [dim for dim in range(len(call.input_shape())) if dim != 1])
+    if call.given(5, "training") and (axes or len(call.outputs) > 1):
+        arguments = [x, weight, bias, mean, var, training, momentum, eps]
+        if axes:
+            arguments.append(f"axes={_tuple(call.scope.axis(axis) for axis in axes)}")
+        text = joined(call.scope.runtime("batch_norm"), arguments)
+        return text if len(call.outputs) > 1 else f"{text}[0]"
+    return joined(call.scope.functional("batch_norm"), [x, mean, var, weight, bias, training, momentum, eps])
+
+
+def _mean(call: Called) -> str:
+    """The local term of a mean over split dims."""
+    shape = call.input_shape()
+    over_all = call.operator.target.endswith("default")
+    dims = tuple(range(len(shape))) if over_all else dims_argument(call.given(1, "dim"), len(shape))
+    dim = None if over_all else call.literal(call.given(1, "dim"))
+    keepdim = False if over_all else call.given(2, "keepdim", False)
+    dtype = dict(call.operator.kwargs).get("dtype")
+    options = [f"dtype={call.literal(dtype)}"] if dtype is not None else []
+    first = [] if dim is None else [dim, *(["True"] if keepdim else [])]
+    text = joined(f"{call.receiver}.mean", [*first, *options])
+    return _averaged(
+        call, text, shape, dims, lambda count: [call.names[0], dim or "None", repr(keepdim), count, *options]
+    )
+
+
+def _averaged(
+    call: Called, local: str, shape: tuple[int, ...], dims: Iterable[int], arguments: Callable[[str], list[str]]
+) -> str:
+    """A mean over local elements as a term of the whole mean: divided by the number of equal pieces, or by the count."""
+    kept = tuple(dims)
+    cuts = [(dim, call.input_cuts(dim)) for dim in kept]
+    split = [(dim, some) for dim, some in cuts if some]
+    if not split:
+        return local
+    if all(_is_even(call, shape[dim], some) for dim, some in split):
+        return f"{local} / {math.prod(num_parts(some, call.scope) for _, some in split)}"
+    call.scope.fixed_batch = True  # the count is a number
+    return joined(call.scope.runtime("partial_mean"), arguments(str(math.prod(shape[dim] for dim in kept))))
+
+
+def _is_even(call: Called, size: int, cuts: AxisCuts) -> bool:
+    return same_everywhere([cuts], lambda place: size_at(size, cuts, place, call.scope), call.scope) is not None
+
+
+def _elementwise_loss(call: Called) -> str:
+    """mse_loss and the like: a mean over split elements is a term of the whole mean."""
+    reduction = reduction_of(call.operator)
+    options = _loss_options(call)
+    function = call.scope.functional({"kl_div": "kl_div"}.get(call.kind, call.kind))
+    tensors = list(call.names[:2])
+    if reduction == MEAN:
+        plain = joined(function, [*tensors, *options])
+        each = joined(function, [*tensors, *options, 'reduction="none"'])
+        widest = 0 if math.prod(call.input_shape(0)) >= math.prod(call.input_shape(1)) else 1
+        shape = call.input_shape(widest)
+        if not _axes_cutting(call, range(len(shape)), widest):
+            return plain
+        if widest:
+            call.scope.fixed_batch = True
+            return joined(call.scope.runtime("partial_mean"), [each, "None", "False", str(math.prod(shape))])
+        return _averaged(call, plain, shape, range(len(shape)), lambda count: [each, "None", "False", count])
+    word = '"sum"' if reduction == SUM else '"none"'
+    return joined(function, [*tensors, *options, f"reduction={word}"])
+
+
+def _loss_options(call: Called) -> list[str]:
+    options = []
+    names = {"binary_cross_entropy": ("weight",), "binary_cross_entropy_with_logits": ("weight", "pos_weight")}
+    for position, name in enumerate(names.get(call.kind, ()), start=2):
+        place = place_in_inputs(call.operator, position, name)
+        if place is not None:
+            options.append(f"{name}={call.names[place]}")
+    defaults = {"smooth_l1_loss": ("beta", 1.0), "huber_loss": ("delta", 1.0)}
+    if call.kind in defaults:
+        name, default = defaults[call.kind]
+        if call.given(3, name, default) != default:
+            options.append(f"{name}={call.given(3, name, default)!r}")
+    if call.kind == "kl_div" and dict(call.operator.kwargs).get("log_target"):
+        options.append("log_target=True")
+    return options
+
+
+AXIS_AWARE: dict[str, Callable[[Called], str]] = {
+    "aten.embedding.default": _embedding,
+    "aten.cross_entropy_loss.default": _cross_entropy,
+    **{f"aten.{name}.default": _nll for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")},
+    "aten.batch_norm.default": _batch_norm,
+    "aten.mean.default": _mean,
+    "aten.mean.dim": _mean,
+    **{f"aten.{name}.default": _elementwise_loss for name in ELEMENTWISE_LOSSES},
+}

@@ -1,0 +1,140 @@
+"""Which dims follow the batch, and so which batch sizes a program can take beside the planned one.
+
+Enters: a graph and its resolved plan. Leaves: the batch dims of values, and the number that other batches must be a multiple
+of. A dim follows the batch when the rules of the operators lead there from a batch dim of an input along their letters;
+of a dim made of several letters the first that is long enough carries the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from autopar.graph import BatchLiteral, OpGraph, Operator
+from autopar.layout import Layout, Shard
+from autopar.plans import Resolved
+from autopar.strategies.registry import signature_of
+from autopar.strategies.rule import Part, Signature, Term
+
+
+class BatchDims:
+    """The dims of each value that follow the batch. Repeated blocks are looked at once."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self._canonical: dict[str, str] = {}
+        repeated: set[str] = set()
+        for group in graph.block_groups:
+            first = group.blocks[0]
+            for block in group.blocks[1:]:
+                repeated.update(block.operators)
+                for here, there in zip(block.operators, first.operators, strict=True):
+                    pairs = zip(graph.operator_of[here].outputs, graph.operator_of[there].outputs, strict=True)
+                    self._canonical.update(pair for pair in pairs if pair[0])
+        self._dims: dict[str, set[int]] = {
+            entry.value: {entry.batch_dim} for entry in graph.inputs if entry.batch_dim is not None
+        }
+        for operator in graph.operators if self._dims else ():
+            if operator.id not in repeated:
+                self._follow(operator)
+
+    def of(self, value: str) -> frozenset[int]:
+        """The dims of a value that follow the batch."""
+        return frozenset(self._dims.get(self._canonical.get(value, value), ()))
+
+    def whole_dim(self, value: str) -> int | None:
+        """The dim that is the batch itself, or None."""
+        shape = self.graph.values[value].shape
+        return next((dim for dim in sorted(self.of(value)) if shape[dim] == self.graph.batch_size), None)
+
+    def _follow(self, operator: Operator) -> None:
+        following = [self.of(value) for value in operator.inputs]
+        literals = {item.value for item in _literals((operator.args, operator.kwargs))}
+        signature = signature_of(operator, self.graph) if any(following) else None
+        outputs = [value for value in operator.outputs if value]
+        if signature is None:
+            sizes = {
+                self.graph.values[value].shape[dim]
+                for value, dims in zip(operator.inputs, following, strict=True)
+                for dim in dims
+            }
+            found = [{d for d, size in enumerate(self.graph.values[value].shape) if size in sizes} for value in outputs]
+        else:
+            letters = self._letters(signature, following)
+            found = [{d for d in range(len(term)) if letters & _letters_at(term, d)} for term in signature.outputs]
+        for value, dims in zip(outputs, found, strict=True):
+            shape = self.graph.values[value].shape
+            dims |= {dim for dim, size in enumerate(shape) if size in literals}
+            self._dims.setdefault(value, set()).update(dims)
+
+    def _letters(self, signature: Signature, following: list[frozenset[int]]) -> set[str]:
+        found: set[str] = set()
+        for term, dims in zip(signature.inputs, following, strict=True):
+            for dim in dims:
+                parts = term[dim]
+                if isinstance(parts, Part):
+                    found.add(parts.letter)
+                    continue
+                named = [letter for letter in parts if isinstance(letter, str)]
+                carrying = [
+                    letter
+                    for letter in named
+                    if signature.sizes[letter] > 1 and signature.sizes[letter] % self.graph.batch_size == 0
+                ]
+                found.update(carrying[:1] or named)
+        return found
+
+
+def _letters_at(term: Term, dim: int) -> set[str]:
+    parts = term[dim]
+    return {parts.letter} if isinstance(parts, Part) else {letter for letter in parts if isinstance(letter, str)}
+
+
+def _literals(tree: object) -> Iterator[BatchLiteral]:
+    if isinstance(tree, BatchLiteral):
+        yield tree
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from _literals(item)
+
+
+def batch_multiple(graph: OpGraph, resolved: Resolved, dims: BatchDims) -> int | None:
+    """What other batch sizes must be a multiple of; None when the program works for the planned batch only."""
+    if all(entry.batch_dim is None for entry in graph.inputs):
+        return None
+    multiple = 1
+    mesh_shape = resolved.stage.mesh.shape
+    for value, layout in _layouts(graph, resolved):
+        for dim in dims.of(value):
+            parts = _parts(layout, dim, mesh_shape)
+            if parts is None or graph.values[value].shape[dim] % parts:
+                return None
+            multiple = math.lcm(multiple, parts)
+    return None if graph.batch_size % multiple else multiple
+
+
+def _layouts(graph: OpGraph, resolved: Resolved) -> Iterator[tuple[str, Layout]]:
+    """Every layout that a value is made or read in, repeated blocks once."""
+    sources: Mapping[str, Layout] = resolved.stage.sources
+    yield from ((entry.value, sources[entry.value]) for entry in graph.inputs)
+    seen: set[str] = set()
+    for operator in graph.operators:
+        plan_id = resolved.representative_operator(operator.id)
+        if plan_id in seen:
+            continue
+        seen.add(plan_id)
+        plan = resolved.stage.operators[plan_id]
+        outputs = [value for value in operator.outputs if value]
+        yield from zip(operator.inputs, plan.inputs, strict=True)
+        yield from zip(outputs, plan.outputs, strict=True)
+
+
+def _parts(layout: Layout, dim: int, mesh_shape: tuple[int, ...]) -> int | None:
+    """Into how many pieces a dim is cut; None when a cut is not a plain one."""
+    parts = 1
+    for state, size in zip(layout, mesh_shape, strict=True):
+        if isinstance(state, Shard) and state.dim == dim:
+            if not state.cut.is_plain:
+                return None
+            parts *= size
+    return parts

@@ -1,0 +1,178 @@
+"""One operator of the graph as the Python expression that computes it on local tensors.
+
+Enters: the operator, expressions for its tensors and their layouts. Leaves: the expression as a person would write it:
+``F.layer_norm(x, (768,), w, b)``, ``x.view(-1, 1024, 12, 64)``, ``x @ y``. Every operator can be written: those without a
+spelling of their own are called through ``torch.ops``. Sizes become local (``sized.py``); operators whose local result is
+not a part of the whole result call the runtime (``axis_aware.py``).
+
+    scope = Scope(mesh, graph.batch_size)
+    text = call(operator, ["x", "w"], layouts_in, layouts_out, graph, mesh, scope)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.codegen.axis_aware import AXIS_AWARE
+from autopar.codegen.called import Called, atom, joined
+from autopar.codegen.scope import Scope
+from autopar.codegen.sized import SIZED
+from autopar.codegen.spellings import INFIX, PREFIX, PROPERTIES, SAME, Spelling, spellings
+from autopar.graph import Operator, OpGraph, Ref
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+
+
+def call(
+    operator: Operator,
+    inputs: Sequence[str],
+    input_layouts: Sequence[Layout],
+    output_layouts: Sequence[Layout],
+    graph: OpGraph,
+    mesh: Mesh,
+    scope: Scope,
+) -> str:
+    """The expression that computes ``operator`` from local ``inputs``; a tuple where it has several outputs.
+
+    ``inputs`` and ``input_layouts`` are in the order of ``operator.inputs``; ``output_layouts`` of its outputs that are
+    tensors. What the text needs around it is added to ``scope``.
+    """
+    assert mesh == scope.mesh, f"the scope is for {scope.mesh}, the call for {mesh}"
+    assert len(inputs) == len(input_layouts) == len(operator.inputs), (
+        f"{operator.id} reads {len(operator.inputs)} tensors"
+    )
+    called = Called(operator, tuple(inputs), tuple(input_layouts), tuple(output_layouts), graph, scope)
+    special = AXIS_AWARE.get(operator.target) or SIZED.get(operator.target) or _SPECIAL.get(operator.target)
+    if special is not None:
+        return special(called)
+    if operator.target in INFIX:
+        return _infix(called)
+    if operator.target in PREFIX:
+        return PREFIX[operator.target] + called.receiver
+    if operator.target in PROPERTIES:
+        return f"{called.receiver}.{PROPERTIES[operator.target]}"
+    if operator.target in SAME:
+        return called.names[0]
+    spelling = spellings().get(operator.target)
+    return (_spelled(called, spelling) if spelling else None) or _by_name(called)
+
+
+def _by_name(called: Called) -> str:
+    """``torch.ops.library.name.overload(...)``: any operator."""
+    arguments = [*called.args, *(f"{name}={text}" for name, text in called.kwargs.items())]
+    return joined(f"torch.ops.{called.operator.target}", arguments)
+
+
+def _spelled(called: Called, spelling: Spelling) -> str | None:
+    """The call in its usual form; None where it has arguments that this form lacks."""
+    args = called.args[1:] if spelling.is_method else called.args
+    raw = called.operator.args[1:] if spelling.is_method else called.operator.args
+    rest = dict(called.kwargs)
+    if len(args) > len(spelling.parameters):
+        return None
+    arguments: list[str] = []
+    skipped = False
+    for position, parameter in enumerate(spelling.parameters):
+        text = args[position] if position < len(args) else rest.pop(parameter.source, None)
+        if text is None or not parameter.written or text == parameter.default:
+            skipped = skipped or not parameter.keyword_only
+        elif parameter.unpacked:
+            inside = raw[position] if position < len(raw) else ()
+            arguments.extend(_items(called, inside))
+        elif skipped or parameter.keyword_only:
+            arguments.append(f"{parameter.name}={text}")
+        else:
+            arguments.append(text)
+    if rest:
+        return None
+    if spelling.is_method:
+        return joined(f"{called.receiver}{spelling.callee}", arguments)
+    name = spelling.callee
+    return joined(called.scope.functional(name[2:]) if name.startswith("F.") else name, arguments)
+
+
+def _items(called: Called, argument: object) -> list[str]:
+    """What is in a tuple argument: all tensors, or numbers."""
+    items = argument if isinstance(argument, tuple) else (argument,)
+    if any(isinstance(item, Ref) for item in items):
+        return list(called.names[: len(items)])
+    return [called.literal(item) for item in items]
+
+
+def _infix(called: Called) -> str:
+    sign = INFIX[called.operator.target]
+    if called.kwargs.get("alpha", "1") != "1" or len(called.args) != 2:
+        return _by_name(called)
+    left, right = (atom(text) for text in called.args)
+    if sign == "+" and right.startswith("-") and right[1:].isdigit():
+        sign, right = "-", right[1:]
+    return f"{left} {sign} {right}"
+
+
+def _reverse_minus(called: Called) -> str:
+    """rsub(x, y) is y - x."""
+    if called.given(2, "alpha", 1) != 1:
+        return _by_name(called)
+    return f"{atom(called.args[1])} - {called.receiver}"
+
+
+def _cast(called: Called) -> str:
+    """Nothing where the dtype stays: everything is on the mesh's device."""
+    source, target = called.dtype(called.operator.inputs[0]), called.dtype(called.outputs[0])
+    if source == target:
+        return f"{called.receiver}.clone()" if called.kind == "_to_copy" or called.given(3, "copy") else called.names[0]
+    return f"{called.receiver}.to(torch.{target})"
+
+
+def _einsum(called: Called) -> str:
+    return joined("torch.einsum", [called.literal(called.given(0, "equation")), *called.names])
+
+
+def _dropout(called: Called) -> str:
+    if not called.given(2, "train") or called.given(1, "p") == 0:
+        return called.names[0]
+    return _spelled(called, spellings()["aten.dropout.default"]) or _by_name(called)
+
+
+def _index(called: Called) -> str:
+    """``x[:, i, j]``."""
+    names = iter(called.names[1:])
+    inside = [":" if index is None else next(names) for index in called.given(1, "indices")]
+    return f"{called.receiver}[{', '.join(inside)}]"
+
+
+def _index_put(called: Called) -> str:
+    indices = called.given(1, "indices")
+    if any(index is None for index in indices):
+        return _by_name(called)
+    names = called.names[1 : 1 + len(indices)]
+    inside = f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
+    accumulate = ["accumulate=True"] if called.given(3, "accumulate", False) else []
+    return joined(f"{called.receiver}.index_put", [inside, called.names[-1], *accumulate])
+
+
+def _fill(called: Called) -> str:
+    if called.operator.target.endswith("Tensor"):
+        return f"{atom(called.names[1])}.expand_as({called.names[0]}).to({atom(called.names[0])}.dtype)"
+    return joined("torch.full_like", [called.names[0], called.args[1]])
+
+
+def _copy(called: Called) -> str:
+    text = f"{atom(called.names[1])}.expand_as({called.names[0]})"
+    source, target = called.dtype(called.operator.inputs[1]), called.dtype(called.outputs[0])
+    return text if source == target else f"{text}.to(torch.{target})"
+
+
+_SPECIAL: dict[str, Callable[[Called], str]] = {
+    "aten.rsub.Tensor": _reverse_minus,
+    "aten.rsub.Scalar": _reverse_minus,
+    **{f"aten.to.{overload}": _cast for overload in ("dtype", "dtype_layout", "device")},
+    "aten._to_copy.default": _cast,
+    "aten.einsum.default": _einsum,
+    "aten.dropout.default": _dropout,
+    "aten.index.Tensor": _index,
+    "aten.index_put.default": _index_put,
+    "aten.fill.Scalar": _fill,
+    "aten.fill.Tensor": _fill,
+    "aten.copy.default": _copy,
+}

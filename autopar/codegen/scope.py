@@ -1,0 +1,90 @@
+"""What the calls of a program need around them: imports from the runtime, and how dims are cut unevenly."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from autopar.layout import Cut
+from autopar.mesh import Mesh
+
+AxisCuts = tuple[tuple[int, Cut | None], ...]  # axes that cut a dim, outermost first; None is the plain cut
+
+
+class Scope:
+    """Collects what the calls of one program use.
+
+    ``batch_size`` is the planned global batch; ``batch`` an expression for the global batch of the step that runs
+    (``mesh.batch``): without it, sizes that follow the batch are written as numbers and ``fixed_batch`` says so.
+    ``taken`` are names that constants must not have.
+    """
+
+    def __init__(self, mesh: Mesh, batch_size: int, batch: str | None = None, taken: Container[str] = ()) -> None:
+        self.mesh = mesh
+        self.batch_size = batch_size
+        self.batch = batch
+        self.fixed_batch = False
+        self.uses_functional = False
+        self.runtime_names: set[str] = set()
+        self.splits: dict[tuple[int, AxisCuts], str] = {}
+        self._taken = taken
+
+    def runtime(self, name: str) -> str:
+        """A function of the runtime, imported by the program."""
+        self.runtime_names.add(name)
+        return name
+
+    def functional(self, name: str) -> str:
+        """A function of ``torch.nn.functional``."""
+        self.uses_functional = True
+        return f"F.{name}"
+
+    def axis(self, index: int) -> str:
+        """An axis of the mesh."""
+        return f"mesh.{self.mesh.names[index]}"
+
+    def split(self, size: int, cuts: AxisCuts, name: str | None = None) -> str:
+        """The name of the constant that says how a dim of ``size`` is cut. ``name`` is a wish for a new one."""
+        key = (size, tuple((axis, None if cut is None or cut.is_plain else cut) for axis, cut in cuts))
+        if key not in self.splits:
+            self.splits[key] = self._unused(name or self._name_for(*key))
+            self.runtime("Split")
+        return self.splits[key]
+
+    def batch_literal(self, value: int, cuts: AxisCuts = ()) -> str:
+        """A size that is ``value`` at the planned batch and follows it, as cut here."""
+        parts = 1
+        for axis, _ in cuts:
+            parts *= self.mesh.shape[axis]
+        if any(cut is not None and not cut.is_plain for _, cut in cuts) or value % parts:
+            self.fixed_batch = True
+            return f"{self.split(value, cuts)}.local"
+        if self.batch is None or value % self.batch_size:
+            self.fixed_batch = True
+            return str(value // parts)
+        times = value // self.batch_size
+        if times % parts == 0:
+            return self.batch if times == parts else f"{self.batch} * {times // parts}"
+        product = self.batch if times == 1 else f"{self.batch} * {times}"
+        return f"{product} // {parts}"
+
+    def constants(self) -> list[str]:
+        """Lines that define the cuts, in the order of their first use."""
+        lines = []
+        for (size, cuts), name in self.splits.items():
+            texts = [f'"{cut}"' if cut else "None" for _, cut in cuts]
+            axes = ", ".join(f"({self.axis(axis)}, {text})" for (axis, _), text in zip(cuts, texts, strict=True))
+            lines.append(f"{name} = Split({size}, {axes})")
+        return lines
+
+    def _name_for(self, size: int, cuts: AxisCuts) -> str:
+        """``tensor_25``: the dim of 25 over the axis tensor; with units ``tensor_1600_by_64``."""
+        axes = "_".join(dict.fromkeys(self.mesh.names[axis] for axis, _ in cuts))
+        units = {unit for _, cut in cuts if cut for _, _, unit in cut.runs}
+        return f"{axes}_{size}" + (f"_by_{min(units)}" if units and min(units) > 1 else "")
+
+    def _unused(self, name: str) -> str:
+        used = set(self.splits.values())
+        unique, number = name, 2
+        while unique in used or unique in self._taken:
+            unique, number = f"{name}_{number}", number + 1
+        return unique

@@ -1,0 +1,58 @@
+"""The program's docstring: the model, the mesh, the plan, and in a few words what each axis of the mesh does."""
+
+from __future__ import annotations
+
+from autopar import __version__
+from autopar.codegen import text
+from autopar.graph import OpGraph
+from autopar.layout import Layout, Shard
+from autopar.plans import Plan, StagePlan
+
+
+
+
+def docstring(plan: Plan, graph: OpGraph) -> list[str]:
+    """The lines of the module's docstring."""
+    stage = plan.stages[0]
+    first = f'"""{graph.model} on {stage.mesh}. Written by autopar {__version__} from plan {plan.fingerprint[:12]}; edits will be overwritten.'
+    axes = [line for axis in range(stage.mesh.num_axes) for line in _axis(stage, graph, axis)]
+    if not axes:
+        return [f'{first}"""']
+    words = [
+        "",
+        "Layouts in comments, one word for each axis: S0 sharded along dim 0, R replicated, G replicated with a gradient that",
+        "is a sum of terms, P a sum of terms.",
+    ]
+    return [first, "", *axes, *words, '"""', ""]
+
+
+def _axis(stage: StagePlan, graph: OpGraph, axis: int) -> list[str]:
+    size, name = stage.mesh.shape[axis], stage.mesh.names[axis]
+    if size == 1:
+        return []
+    does = []
+    if any(_cuts(stage.sources.get(entry.value, ()), axis, entry.batch_dim) for entry in graph.inputs):
+        does.append("splits the batch")
+    parameters = [(parameter.value, stage.parameters.get(parameter.value)) for parameter in graph.parameters]
+    known = [(value, plan) for value, plan in parameters if plan is not None]
+    split = [value for value, plan in known if _cuts(plan.use, axis)]
+    if split:
+        share = sum(graph.values[v].num_bytes for v in split) / sum(graph.values[v].num_bytes for v, _ in known)
+        does.append(f"splits operators along dims of their parameters ({100 * share:.0f}% of the parameters' bytes)")
+    for level in (1, 2, 3):
+        if any(plan.zero == level and _cuts(plan.storage, axis) and not _cuts(plan.use, axis) for _, plan in known):
+            does.append(f"keeps parameters sharded between steps (ZeRO-{level})")
+    others = {
+        plan.label.split(" ")[axis].split("[")[0]
+        for plan in stage.operators.values()
+        if len(plan.label.split(" ")) == stage.mesh.num_axes
+    } - {"R", "G", "P", ""}
+    if not does and others:
+        does.append(f"splits activations along {', '.join(sorted(others))}")
+    return text.line(f"{name}={size}: {'; '.join(does) or 'all devices do the same'}.", 0)
+
+
+def _cuts(layout: Layout | tuple[()], axis: int, dim: int | None = -1) -> bool:
+    """Whether the axis shards the layout (along ``dim``, where one is given)."""
+    state = layout[axis] if layout else None
+    return isinstance(state, Shard) and dim in (-1, state.dim)

@@ -1,0 +1,278 @@
+"""One operator on one mesh: its strategies, and what each costs in seconds and in bytes kept for backward.
+
+Enters: a canonical operator of a :class:`Prepared` graph, the mesh and its axes' roles. Leaves: an
+:class:`OperatorTable`, arrays with one entry per strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autopar.costing.conversions import Conversions, FloatArray
+from autopar.costing.prepare import Prepared
+from autopar.graph import Operator
+from autopar.layout import PARTIAL, REPLICATED, Layout
+from autopar.strategies.choices import AxisChoice, Strategy, axis_choices, piece_fraction, share, strategies
+from autopar.strategies.rule import Signature, letters_of
+
+Role = Literal["free", "data", "tensor"]
+HEAVY = ("matmul", "attention")
+
+
+@dataclass(frozen=True)
+class LayoutColumn:
+    """The layouts that a list of choices gives a tensor: the distinct ones, and for each choice which of them."""
+
+    distinct: tuple[Layout, ...]
+    which: np.ndarray
+
+    @staticmethod
+    def of(layouts: Sequence[Layout]) -> LayoutColumn:
+        distinct = tuple(dict.fromkeys(layouts))
+        place = {layout: index for index, layout in enumerate(distinct)}
+        return LayoutColumn(distinct, np.array([place[layout] for layout in layouts], dtype=np.intp))
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorTable:
+    """Strategies of an operator with their costs.
+
+    ``seconds`` is forward and backward compute plus the collectives inside the operator; ``compute_seconds`` the first of
+    these; ``saved_bytes`` what the operator's own results and statistics occupy until backward; ``flops`` forward and
+    backward on one device. ``inputs`` and ``outputs`` are the columns of layouts.
+    """
+
+    strategies: tuple[Strategy, ...]
+    inputs: tuple[LayoutColumn, ...]
+    outputs: tuple[LayoutColumn, ...]
+    seconds: FloatArray
+    compute_seconds: FloatArray
+    saved_bytes: FloatArray
+    transient_bytes: FloatArray
+    flops: FloatArray
+
+
+def operator_table(
+    operator: Operator, prepared: Prepared, conversions: Conversions, roles: Sequence[Role]
+) -> OperatorTable:
+    """All strategies of ``operator`` that the axes' roles allow, priced."""
+    signature = prepared.signatures.get(prepared.name(operator.id))
+    found = _strategies(operator, signature, prepared, conversions, roles)
+    outputs = [value for value in operator.outputs if value]
+    columns_in = tuple(LayoutColumn.of([s.inputs[i] for s in found]) for i in range(len(operator.inputs)))
+    columns_out = tuple(LayoutColumn.of([s.outputs[i] for s in found]) for i in range(len(outputs)))
+    moved = _local_bytes(operator, prepared, conversions, columns_in, columns_out)
+    shares = np.array([share(signature, s) if signature else 1.0 for s in found])
+    compute = _compute_seconds(operator, prepared, signature, conversions, moved, shares)
+    exchanged = np.array([_exchange_seconds(signature, s, prepared, operator, conversions) for s in found])
+    differentiated = any(value in prepared.gradient for value in outputs)
+    work = (signature.flops + (signature.backward_flops if differentiated else 0.0)) if signature else 0.0
+    seconds = compute + exchanged + _loss_seconds(operator, prepared, conversions, columns_out)
+    return OperatorTable(
+        found,
+        columns_in,
+        columns_out,
+        seconds,
+        compute,
+        _saved_bytes(operator, prepared, signature, conversions, columns_out, shares),
+        moved * (2.0 if differentiated else 1.0),
+        work * shares,
+    )
+
+
+def _strategies(
+    operator: Operator,
+    signature: Signature | None,
+    prepared: Prepared,
+    conversions: Conversions,
+    roles: Sequence[Role],
+) -> tuple[Strategy, ...]:
+    outputs = [value for value in operator.outputs if value]
+    flows = (
+        [prepared.flows(operator, index) for index in range(len(operator.inputs))],
+        [value in prepared.gradient for value in outputs],
+    )
+    mesh = conversions.mesh
+    letters = prepared.cuts.get(prepared.name(operator.id))
+    per_axis = []
+    for role, size in zip(roles, mesh.shape, strict=True):
+        choices = axis_choices(signature, letters, flows, size)
+        choices = tuple(choice for choice in choices if _worth_offering(choice, operator, signature, prepared))
+        per_axis.append(_allowed(choices, role, operator, signature, prepared))
+    found = strategies(per_axis, mesh.shape)
+    if not found:  # what the roles force cannot be cut so often: the axes that cannot are left whole
+        whole = axis_choices(None, None, flows, 1)
+        found = strategies([(*some, *whole) for some in per_axis], mesh.shape)
+        most = max(_num_split(strategy) for strategy in found)
+        found = tuple(strategy for strategy in found if _num_split(strategy) == most)
+    return found
+
+
+def _worth_offering(
+    choice: AxisChoice, operator: Operator, signature: Signature | None, prepared: Prepared
+) -> bool:
+    """Leave out what costs time to search and saves nothing.
+
+    Operators that no parameter leads to (masks, positions) are split along the batch or not at all. Partial values are
+    carried through where that can save something: where they are added to others, or change shape or type. A
+    gradient is left partial only where it is then summed once for several readers.
+    """
+    if operator.id in prepared.derived:
+        return choice.label == "R" or choice.splits_batch
+    if signature is None or choice.label not in ("P", "G"):
+        return True
+    values = prepared.graph.values
+    if choice.label == "P":
+        alike = {(values[v].shape, values[v].dtype) for v in (*operator.inputs[:1], *operator.outputs[:1])}
+        added = sum(state is PARTIAL for state in choice.inputs) > 1
+        return signature.kind not in HEAVY and (added or len(alike) > 1)
+    return signature.kind not in HEAVY and any(prepared.num_conversions(value) > 1 for value in operator.outputs if value)
+
+
+def _num_split(strategy: Strategy) -> int:
+    return sum(choice.letter is not None for choice in strategy.axes)
+
+
+def _allowed(
+    choices: Sequence[AxisChoice], role: Role, operator: Operator, signature: Signature | None, prepared: Prepared
+) -> tuple[AxisChoice, ...]:
+    """What a role leaves: a data axis splits the batch and nothing else, a tensor axis anything but the batch.
+
+    Contractions and attention must be split by a forced axis where they can be, on a tensor axis along a dim of their
+    parameter where they have one.
+    """
+    heavy = signature is not None and signature.kind in HEAVY
+    if role == "free":
+        return tuple(choices)
+    if role == "data":
+        kept = [choice for choice in choices if choice.letter is None or choice.splits_batch]
+    else:
+        kept = [choice for choice in choices if not choice.splits_batch]
+    if heavy and signature is not None:
+        wanted = None if role == "data" else _parameter_letters(operator, signature, prepared)
+        split = [c for c in kept if c.letter is not None and (wanted is None or c.letter in wanted)]
+        kept = split or kept
+    return tuple(kept)
+
+
+def _parameter_letters(operator: Operator, signature: Signature, prepared: Prepared) -> set[str] | None:
+    """Letters of the operator's largest parameter; None when it reads no parameter."""
+    values = prepared.graph.values
+    places = [i for i, value in enumerate(operator.inputs) if values[value].kind == "parameter"]
+    if not places:
+        return None
+    largest = max(places, key=lambda index: values[operator.inputs[index]].num_elements)
+    return set(letters_of(signature.inputs[largest]))
+
+
+def _local_bytes(
+    operator: Operator,
+    prepared: Prepared,
+    conversions: Conversions,
+    inputs: Sequence[LayoutColumn],
+    outputs: Sequence[LayoutColumn],
+) -> FloatArray:
+    """Bytes that one forward pass reads and writes on the first device, by strategy."""
+    values = [value for value in (*operator.inputs, *operator.outputs) if value]
+    total = np.zeros(len((*inputs, *outputs)[0].which) if values else 1)
+    for value, column in zip(values, (*inputs, *outputs), strict=True):
+        total = total + local_bytes(prepared, conversions, value, column)
+    return total
+
+
+def local_bytes(prepared: Prepared, conversions: Conversions, value: str, column: LayoutColumn) -> FloatArray:
+    """Bytes of a value on the first device, by choice."""
+    described = prepared.graph.values[value]
+    item = described.num_bytes / max(described.num_elements, 1)
+    elements = [conversions.local_elements(described.shape, layout) for layout in column.distinct]
+    return np.array(elements, dtype=np.float64)[column.which] * item
+
+
+def _compute_seconds(
+    operator: Operator,
+    prepared: Prepared,
+    signature: Signature | None,
+    conversions: Conversions,
+    moved: FloatArray,
+    shares: FloatArray,
+) -> FloatArray:
+    kind = signature.kind if signature else "elementwise"
+    if kind in ("view", "free"):
+        return np.zeros(len(moved))
+    outputs = [value for value in operator.outputs if value]
+    values = [prepared.graph.values[value] for value in (*outputs, *operator.inputs)]
+    floats = [value.dtype for value in values if "float" in value.dtype]
+    dtype = floats[0] if floats else "float32"
+    model = conversions.cost_model
+    priced: Literal["matmul", "attention", "elementwise"] = (
+        "matmul" if kind == "matmul" else "attention" if kind == "attention" else "elementwise"
+    )
+    flops = signature.flops if signature else 0.0
+    seconds = model.compute_seconds(flops * shares, moved, dtype, priced, num_devices=conversions.mesh.num_devices)
+    if any(value in prepared.gradient for value in outputs):
+        back = signature.backward_flops if signature else 0.0
+        seconds = seconds + model.compute_seconds(
+            back * shares, 2 * moved, dtype, priced, num_devices=conversions.mesh.num_devices
+        )
+    return seconds
+
+
+def _exchange_seconds(
+    signature: Signature | None, strategy: Strategy, prepared: Prepared, operator: Operator, conversions: Conversions
+) -> float:
+    """Collectives that the operator performs itself, on each axis that splits a letter which needs them."""
+    if signature is None or not signature.exchanges:
+        return 0.0
+    mesh = conversions.mesh
+    split = strategy.split
+    differentiated = any(value in prepared.gradient for value in operator.outputs)
+    seconds = 0.0
+    for axis, choice in enumerate(strategy.axes):
+        for exchange in signature.exchanges:
+            if exchange.letter == choice.letter and (differentiated or not exchange.backward):
+                num_bytes = float(exchange.item_bytes)
+                for letter in exchange.letters:
+                    part = piece_fraction(*split[letter], signature.sizes, letter) if letter in split else 1.0
+                    num_bytes *= signature.sizes[letter] * part
+                amount = np.array([num_bytes])
+                seconds += exchange.count * float(conversions.axes[axis].seconds(exchange.kind, amount)[0])  # type: ignore[arg-type]
+    return seconds
+
+
+def _loss_seconds(
+    operator: Operator, prepared: Prepared, conversions: Conversions, outputs: Sequence[LayoutColumn]
+) -> FloatArray | float:
+    """The sum of the loss over devices, so that each has all of it."""
+    graph = prepared.graph
+    if graph.loss is None or graph.loss not in operator.outputs:
+        return 0.0
+    column = outputs[[value for value in operator.outputs if value].index(graph.loss)]
+    whole: Layout = (REPLICATED,) * conversions.mesh.num_axes
+    prices = conversions.prices(graph.values[graph.loss], column.distinct, [whole], True)
+    return np.asarray(prices.seconds[column.which, 0])
+
+
+def _saved_bytes(
+    operator: Operator,
+    prepared: Prepared,
+    signature: Signature | None,
+    conversions: Conversions,
+    outputs: Sequence[LayoutColumn],
+    shares: FloatArray,
+) -> FloatArray:
+    total = np.zeros(len(shares))
+    values = [value for value in operator.outputs if value]
+    for value, column in zip(values, outputs, strict=True):
+        storage = prepared.graph.values[value].storage or value
+        if storage == value and prepared.name(value) in prepared.saved:
+            total = total + local_bytes(prepared, conversions, value, column)
+    if signature and any(value in prepared.gradient for value in values):
+        total = total + signature.saved_extra_bytes * shares
+    return total
+
+
+__all__ = ["HEAVY", "LayoutColumn", "OperatorTable", "Role", "local_bytes", "operator_table"]

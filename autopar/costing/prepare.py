@@ -1,0 +1,183 @@
+"""What costing needs to know of a model whatever the mesh: rules, cuts, gradients, saved tensors, likeness of blocks.
+
+Enters: an OpGraph. Leaves: :class:`Prepared`. Blocks of one group are alike, so each fact is found once, for the block's
+representative (its first or, where the first differs, its second occurrence), and holds for all: preparing, like all
+that follows, does not grow with the depth of the model beyond light bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.gradients import has_gradient
+from autopar.graph import BatchLiteral, Operator, OpGraph
+from autopar.sharing import Reader, sharing_groups
+from autopar.strategies.cuts import LetterCuts, letter_cuts
+from autopar.strategies.registry import signature_of
+from autopar.strategies.rule import Signature
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Facts of a graph. Ids are canonical where noted: of the representative of a repeated block.
+
+    ``canonical`` maps operators and values of repeated blocks to the representative's; ``signatures`` and ``cuts`` are by
+    canonical operator (an operator without a rule has no entry); ``gradient`` are the values through which a gradient
+    flows; ``saved`` the canonical storages that autograd keeps for backward; ``derived`` the canonical operators
+    that depend on no parameter (masks, positions, rotary tables).
+    """
+
+    graph: OpGraph
+    canonical: Mapping[str, str]
+    signatures: Mapping[str, Signature]
+    cuts: Mapping[str, LetterCuts]
+    gradient: frozenset[str]
+    groups: Mapping[Reader, str]
+    saved: frozenset[str]
+    derived: frozenset[str]
+
+    def name(self, item: str) -> str:
+        """The canonical id of an operator or value."""
+        return self.canonical.get(item, item)
+
+    def flows(self, operator: Operator, index: int) -> bool:
+        """Whether a gradient flows back through an operator's tensor input."""
+        value = operator.inputs[index]
+        return value in self.gradient and any(output in self.gradient for output in operator.outputs)
+
+    def num_conversions(self, value: str) -> int:
+        """How many conversions of a value may be needed: one per reader, one for all readers of a sharing group."""
+        return len({self.groups.get(reader, reader) for reader in self.graph.readers_of.get(value, ())})
+
+    @cached_property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operators without a rule, which are computed replicated."""
+        return tuple(op.id for op in self.graph.operators if self.name(op.id) not in self.signatures)
+
+    def group_key(self, reader: Reader) -> str | None:
+        """The sharing group of a reader, with its value's id in front."""
+        group = self.groups.get(reader)
+        if group is None:
+            return None
+        return f"{self.graph.operator_of[reader[0]].inputs[reader[1]]}{group}"
+
+
+def prepare(graph: OpGraph) -> Prepared:
+    """Gather the facts of a graph."""
+    canonical = _canonical(graph)
+    representatives = [op for op in graph.operators if canonical.get(op.id, op.id) == op.id]
+    found = ((operator.id, signature_of(operator, graph)) for operator in representatives)
+    signatures = {name: signature for name, signature in found if signature is not None}
+    gradient = has_gradient(graph)
+    return Prepared(
+        graph=graph,
+        canonical=canonical,
+        signatures=signatures,
+        cuts=_cuts(graph, canonical, signatures),
+        gradient=gradient,
+        groups=sharing_groups(graph),
+        saved=_saved(graph, representatives, signatures, gradient, canonical),
+        derived=_derived(graph),
+    )
+
+
+def _canonical(graph: OpGraph) -> dict[str, str]:
+    """Operators, values and parameters of repeated blocks -> those of the representative, the first block."""
+    names: dict[str, str] = {}
+    for group in graph.block_groups:
+        first = group.blocks[0]
+        for block in group.blocks:
+            names.update(zip(block.operators, first.operators, strict=True))
+            names.update(zip(block.parameters, first.parameters, strict=True))
+            for here, there in zip(block.operators, first.operators, strict=True):
+                names.update(zip(graph.operator_of[here].outputs, graph.operator_of[there].outputs, strict=True))
+    names.pop("", None)
+    return names
+
+
+def _cuts(
+    graph: OpGraph, canonical: Mapping[str, str], signatures: Mapping[str, Signature]
+) -> dict[str, LetterCuts]:
+    """Cuts by canonical operator. The second block of a group shows how a block follows another."""
+    shown = {name for name in signatures}
+    for group in graph.block_groups:
+        shown.update(group.blocks[min(1, len(group.blocks) - 1)].operators)
+    operators = [_renamed(op, canonical) for op in graph.operators if op.id in shown]
+    renamed = {op.id: signatures[canonical.get(op.id, op.id)] for op in operators if canonical.get(op.id, op.id) in signatures}
+    found = letter_cuts(
+        operators,
+        renamed,
+        _batch_dims(graph, operators),
+        {canonical.get(parameter.value, parameter.value) for parameter in graph.parameters},
+    )
+    return {name: cuts for name, cuts in found.items() if name in signatures}
+
+
+def _batch_dims(graph: OpGraph, operators: Sequence[Operator]) -> list[tuple[str, int, int]]:
+    """Where the batch comes from: the model's inputs, and what is made in the batch's size (masks, positions)."""
+    found = [
+        (entry.value, entry.batch_dim, graph.values[entry.value].shape[entry.batch_dim])
+        for entry in graph.inputs
+        if entry.batch_dim is not None
+    ]
+    for operator in operators:
+        sizes = {literal.value for literal in _literals(operator.args)}
+        for value in operator.outputs if sizes else ():
+            shape = graph.values[value].shape
+            place = next((dim for dim, size in enumerate(shape) if size == graph.batch_size and size in sizes), None)
+            if place is not None:
+                found.append((value, place, shape[place]))
+    return found
+
+
+def _literals(tree: object) -> Iterator[BatchLiteral]:
+    if isinstance(tree, BatchLiteral):
+        yield tree
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from _literals(item)
+
+
+def _renamed(operator: Operator, canonical: Mapping[str, str]) -> Operator:
+    """The operator with canonical values."""
+    outputs = tuple(canonical.get(value, value) for value in operator.outputs)
+    copy = replace(operator, outputs=outputs)
+    object.__setattr__(copy, "inputs", tuple(canonical.get(value, value) for value in operator.inputs))
+    return copy
+
+
+def _saved(
+    graph: OpGraph,
+    representatives: list[Operator],
+    signatures: Mapping[str, Signature],
+    gradient: frozenset[str],
+    canonical: Mapping[str, str],
+) -> frozenset[str]:
+    """Canonical storages that some operator keeps for its backward pass."""
+    kept: set[str] = set()
+    for operator in representatives:
+        outputs = [value for value in operator.outputs if value]
+        if not any(value in gradient for value in outputs):
+            continue
+        signature = signatures.get(operator.id)
+        inputs = range(len(operator.inputs)) if signature is None else signature.saved_inputs
+        results = range(len(outputs)) if signature is None else signature.saved_outputs
+        values = [operator.inputs[index] for index in inputs] + [outputs[index] for index in results]
+        for value in values:
+            storage = graph.values[value].storage or value
+            kept.add(canonical.get(storage, storage))
+    return frozenset(kept)
+
+
+def _derived(graph: OpGraph) -> frozenset[str]:
+    """Operators that no parameter leads to."""
+    tainted = {parameter.value for parameter in graph.parameters}
+    found = set()
+    for operator in graph.operators:
+        if any(value in tainted for value in operator.inputs):
+            tainted.update(operator.outputs)
+        else:
+            found.add(operator.id)
+    return frozenset(found)

@@ -1,0 +1,106 @@
+"""Everything that a user may ask of a plan: one frozen value, validated once, passed down, never read from globals."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import InputError
+
+OPTIMIZERS = ("adamw", "adam", "sgd_momentum", "sgd")
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Degrees that are forced; what is left out is searched.
+
+    ``data`` devices share the batch, ``tensor`` devices share the operators. ``zero`` (0 to 3) says how the parameters
+    rest on the data axis: 0 replicated, 1 optimizer states sharded, 2 gradients too, 3 parameters too. The product of
+    the forced degrees must divide the number of devices; a rest is searched.
+
+    >>> Parallelism(data=2, tensor=4, zero=3)
+    """
+
+    data: int | None = None
+    tensor: int | None = None
+    zero: int | None = None
+    pipeline: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    recompute: str | None = None
+    schedule: str | None = None
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline", "context", "expert", "micro_batch_size"):
+            degree = getattr(self, name)
+            if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+                raise InputError(f"Parallelism({name}={degree!r}): a degree is a whole number of at least 1")
+        if self.zero is not None and self.zero not in (0, 1, 2, 3):
+            raise InputError(f"Parallelism(zero={self.zero!r}): the ZeRO level is 0, 1, 2 or 3")
+        for name in ("pipeline", "context", "expert"):
+            if getattr(self, name) not in (None, 1):
+                raise InputError(
+                    f"Parallelism({name}={getattr(self, name)}): this version plans one stage on data and tensor axes; "
+                    f"leave {name} out or give 1"
+                )
+        for name in ("recompute", "schedule", "micro_batch_size"):
+            if getattr(self, name) is not None:
+                raise InputError(f"Parallelism({name}=...): this version runs one micro-batch without recomputation")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is forced."""
+        return self == Parallelism()
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How to plan.
+
+    ``optimizer``: whose state bytes count, one of ``adamw adam sgd_momentum sgd``. ``memory_margin``: part of each
+    device's memory that is kept free. ``max_mesh_axes``: meshes of up to this many axes are searched.
+    ``max_variants``: how many differently sharded versions of a repeated block a program may have.
+    ``time_limit_seconds``: the user's own cut-off of the search; without it the same input gives the same plan.
+    """
+
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    optimizer: str = "adamw"
+    memory_margin: float = 0.05
+    max_mesh_axes: int = 2
+    max_variants: int = 4
+    mesh_shape: tuple[int, ...] | None = None
+    time_limit_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"optimizer {self.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+        if not 0 <= self.memory_margin < 1:
+            raise InputError(f"memory_margin={self.memory_margin} must be a fraction from 0 up to, not including, 1")
+        for name in ("max_mesh_axes", "max_variants"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
+        if self.time_limit_seconds is not None and not self.time_limit_seconds > 0:
+            raise InputError(f"time_limit_seconds={self.time_limit_seconds} must be above 0, or None for no limit")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dict for plan.json."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> PlanOptions:
+        """The inverse of :meth:`to_json`."""
+        fields = dict(document)
+        fields["parallelism"] = Parallelism(**fields["parallelism"])
+        if fields.get("mesh_shape") is not None:
+            fields["mesh_shape"] = tuple(fields["mesh_shape"])
+        return PlanOptions(**fields)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the options."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,432 @@
+"""parallelize(): a plain model becomes a :class:`Parallel` that trains on all processes that torchrun started.
+
+Reads top to bottom as things happen: join the process group; every rank traces; rank 0 plans and sends the plan; every
+rank writes and loads the same program; the model's values go to the program's pieces, one module or tensor at a time. A
+failure on any rank is raised on every rank: nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar import errors
+from autopar.codegen import generate
+from autopar.errors import AutoparError, InputError
+from autopar.graph import OpGraph
+from autopar.initial import initial_values, meta_modules
+from autopar.plans import Plan, check_fingerprint
+from autopar.randomness import mode_dependent_operators
+from autopar.runtime import Engine, checkpoint, load_program
+from autopar.tracing import Traced, trace
+from autopar.tracing.examples import Example, named_leaves
+
+if TYPE_CHECKING:
+    from autopar.options import Parallelism, PlanOptions
+    from cost_models import Cluster
+
+Result = TypeVar("Result")
+
+
+def parallelize(
+    model: nn.Module,
+    cluster: Cluster | None = None,
+    example_inputs: Any = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    options: PlanOptions | None = None,
+    parallelism: Parallelism | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> Parallel:
+    """Plan ``model`` for the processes that torchrun started (one without torchrun) and take over its values.
+
+    All processes call this together with the same model and ``example_inputs`` (the *global* batch; only shapes and dtypes
+    count). Rank 0 plans, or gives its ``plan`` (a Plan or the path of a plan.json). ``cluster`` may be left out on CPUs: it
+    is then this machine. ``options``, ``parallelism``, ``batch_dims``, ``loss_fn``: as of :func:`autopar.plan`.
+
+    Every rank gets the values that the model has on rank 0; only its own pieces are kept. Tensors on the meta device are
+    initialised by the model's own code from ``seed``, the same for any plan, and the whole model is never on one rank. The model
+    itself is left as it is and may be deleted. ``device``: this rank's, by default its GPU where there is one, else the CPU.
+
+    Raises the same error on every rank: InputError (devices, inputs, a tensor on meta that cannot be initialised), TraceError,
+    InfeasibleError, PlanFileError.
+
+    >>> parallel = autopar.parallelize(model, cluster, {"input_ids": ids, "labels": ids})
+    >>> optimizer = torch.optim.AdamW(parallel.parameters())
+    >>> loss = parallel.step(input_ids=ids, labels=ids)
+    """
+    own_device = _join_group(device)
+    ranks = _Ranks()
+    traced = ranks.together(lambda: trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn))
+    ranks.same(traced.graph.fingerprint, "traced another model, or example inputs of other shapes")
+    chosen = ranks.from_first(
+        lambda: _plan(traced.graph, ranks.size, plan, cluster, options, parallelism, _is_cpu(own_device)), Plan.from_json
+    )
+    source = ranks.together(lambda: generate(chosen, traced.graph))
+    ranks.same(source, "wrote another program for the same plan")
+    engine = ranks.together(lambda: Engine(load_program(source), own_device))
+    _take_over(engine, model, seed, ranks)
+    return Parallel(engine, chosen, traced, source)
+
+
+class Parallel:
+    """One rank's part of a parallel model. All ranks make it, and call its methods, together."""
+
+    def __init__(self, engine: Engine, plan: Plan, traced: Traced, source: str) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.source = source
+        self._traced = traced
+        self._paths = [entry.path for entry in traced.graph.inputs]
+        self._names = {path: given.name for path, given in zip(self._paths, engine.program.INPUTS, strict=True)}
+
+    # Running
+
+    def step(self, *args: Any, local: bool = False, **inputs: Any) -> Tensor:
+        """Forward and backward of one batch: adds to the gradients and returns the loss, detached, the same on every rank.
+
+        Inputs as the model's forward takes them (and what ``loss_fn`` needs): the global batch, the same on every rank, or
+        with ``local`` this rank's share of it, number ``data_rank`` of ``data_size``.
+        """
+        return self.engine.step(local=local, **self._bound(args, inputs))
+
+    def __call__(self, *args: Any, local: bool = False, **inputs: Any) -> Any:
+        """The model's output in its own structure, whole on every rank, without gradients. Inputs as of :meth:`step`.
+
+        An output that is the same whole on all ranks costs memory: for large logits prefer the loss of a step.
+        """
+        found = self.engine.forward(local=local, **self._bound(args, inputs))
+        graph = self._traced.graph
+        values = {output.value: found["loss" if output.value == graph.loss else output.path] for output in graph.outputs}
+        return self._traced.outputs(values)
+
+    def _bound(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        by_path = bind_inputs(self._traced.example, args, inputs)
+        return {self._names[path]: tensor for path, tensor in by_path.items()}
+
+    def train(self, mode: bool = True) -> Parallel:
+        """Training mode, as :meth:`torch.nn.Module.train`. A program computes in the mode in which its model was traced."""
+        graph = self._traced.graph
+        differing = mode_dependent_operators(graph) if mode != graph.training else ()
+        if differing:
+            modes = ("training", "evaluation") if graph.training else ("evaluation", "training")
+            call = "model.eval()" if graph.training else "model.train()"
+            raise InputError(
+                f"this program was made for {modes[0]} and {graph.model} computes other values in {modes[1]} "
+                f"({', '.join(differing[:3])}): parallelize the model after {call} for that, and load a checkpoint into it"
+            )
+        self.engine.train(mode)
+        return self
+
+    def eval(self) -> Parallel:
+        """Evaluation mode; see :meth:`train`."""
+        return self.train(False)
+
+    # Parameters and gradients
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What an optimizer updates: this rank's pieces as DTensors, tied parameters once."""
+        return self.engine.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with the model's own names."""
+        return self.engine.named_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; ``set_to_none=False`` fills them with zeros instead."""
+        if set_to_none:
+            self.engine.zero_grad()
+            return
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` over the whole model; returns the norm before, the same on every rank."""
+        return self.engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    # Checkpoints
+
+    def _slots(self) -> list[checkpoint.Slot]:
+        return [*self.engine.slots.values(), *self.engine.buffer_slots.values()]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's pieces by the model's names, for ``torch.distributed.checkpoint.save`` and ``load``."""
+        return checkpoint.state_dict(self._slots())
+
+    def full_state_dict(self, all_ranks: bool = False) -> dict[str, Tensor]:
+        """Whole tensors on the CPU for ``model.load_state_dict``: on rank 0 (elsewhere empty), or on all ranks."""
+        return checkpoint.full_state_dict(self._slots(), self.engine.mesh, all_ranks=all_ranks)
+
+    def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint of parameters, buffers and the optimizer's states that any plan on any number of ranks can load."""
+        checkpoint.save(folder, self._slots(), self.engine.mesh, optimizer)
+
+    def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read a checkpoint of the same model, whatever plan and number of ranks it was saved under."""
+        checkpoint.load(folder, self._slots(), self.engine.mesh, optimizer)
+
+    # What it is
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the batch this rank takes: ``rank`` of a ``DistributedSampler``."""
+        return self.engine.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares the batch is cut: ``num_replicas`` of a ``DistributedSampler``."""
+        return self.engine.data_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.engine.mesh.device
+
+    def report(self) -> dict[str, Any]:
+        """The plan's report."""
+        return self.plan.report()
+
+    def __repr__(self) -> str:
+        return f"Parallel({self.plan.model} on {self.engine.mesh}, rank {self.engine.mesh.rank})"
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def bind_inputs(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors by path. One dict or ``(args, kwargs)``-like tuple of the example's own form is taken apart.
+
+    Raises :class:`InputError` for inputs that the example did not have, and for fixed ones (flags, None) with another value.
+    Shapes are not looked at.
+    """
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and _all_known(example, args[0]):
+        args, kwargs = (), args[0]
+    known = {leaf.path: leaf for leaf in example.leaves}
+    found: dict[str, Tensor] = {}
+    for path, value in _leaves(example, args, kwargs):
+        leaf = known.get(path)
+        if leaf is None:
+            if value is None:
+                continue
+            raise InputError(f"there is no input {path}: the example inputs had {', '.join(known)}")
+        if leaf.is_tensor:
+            if not isinstance(value, Tensor):
+                raise InputError(f"input {path} is a {type(value).__name__}: give a tensor, as in the example inputs")
+            found[path] = value
+        elif isinstance(value, Tensor) or value != leaf.value:
+            raise InputError(f"input {path} is fixed at {leaf.value!r}, as in the example inputs; parallelize again for another value")
+    missing = [leaf.path for leaf in example.tensors if leaf.path not in found]
+    if missing:
+        raise InputError(f"missing inputs: {', '.join(missing)}; give all that the example inputs had")
+    return found
+
+
+def _all_known(example: Example, inputs: Mapping[str, Any]) -> bool:
+    tops = {leaf.path.split("[")[0].split(".")[0] for leaf in example.leaves}
+    return all(name in tops for name in inputs)
+
+
+def _leaves(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    names = example.parameter_names
+    tops = [(names[at] if at < len(names) else f"args[{at}]", value) for at, value in enumerate(args)]
+    twice = [name for name, _ in tops if name in kwargs]
+    if twice:
+        raise InputError(f"input {twice[0]} is given twice, by position and by name")
+    tops += list(kwargs.items())
+    return [leaf for name, value in tops for leaf in named_leaves(value, name)]
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _join_group(device: torch.device | str | None) -> torch.device | None:
+    """Start the default process group where torchrun started us and nobody has; this rank's device, None to be chosen later."""
+    chosen = torch.device(device) if device is not None else None
+    if dist.is_initialized() or not dist.is_torchelastic_launched():
+        return chosen
+    chosen = chosen or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.type == "cuda":
+        chosen = chosen if chosen.index is not None else torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(chosen)
+    # Plans travel over gloo also where tensors travel over NCCL, which would not wait for a long search.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    return chosen
+
+
+def _is_cpu(device: torch.device | None) -> bool:
+    if device is not None:
+        return device.type == "cpu"
+    return not (dist.is_initialized() and "nccl" in str(dist.get_backend()))
+
+
+class _Ranks:
+    """The default process group's ranks, or this process alone."""
+
+    def __init__(self) -> None:
+        grouped = dist.is_initialized()
+        self.size = dist.get_world_size() if grouped else 1
+        self.rank = dist.get_rank() if grouped else 0
+
+    def gather(self, value: Result) -> list[Result]:
+        """The value of every rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def together(self, action: Callable[[], Result]) -> Result:
+        """Every rank's own result; where one fails, all raise."""
+        result, failure = _attempt(action)
+        self.raise_any(failure)
+        return result  # type: ignore[return-value]
+
+    def raise_any(self, failure: Exception | None) -> None:
+        """Raise this rank's failure, or that of the lowest rank that has one."""
+        failures = self.gather(_described(failure))
+        if failure is not None:
+            raise failure
+        for rank, described in enumerate(failures):
+            if described is not None:
+                raise _rebuilt(described, rank)
+
+    def from_first(self, action: Callable[[], Result], read: Callable[[Any], Result]) -> Result:
+        """Rank 0's result, sent as JSON and read by the others."""
+        result, failure = _attempt(action) if self.rank == 0 else (None, None)
+        if self.size > 1:
+            text = json.dumps(result.to_json()) if result is not None else ""  # type: ignore[attr-defined]
+            sent: list[Any] = [text.encode(), _described(failure)]
+            dist.broadcast_object_list(sent, src=0)
+            if self.rank != 0:
+                if sent[1] is not None:
+                    raise _rebuilt(sent[1], 0)
+                return read(json.loads(sent[0]))
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def same(self, text: str, otherwise: str) -> None:
+        """Raise on every rank unless all have the same text."""
+        found = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        for rank, digest in enumerate(found):
+            if digest != found[0]:
+                raise InputError(
+                    f"rank {rank} {otherwise} than rank 0 ({digest[:12]}, {found[0][:12]}): call parallelize() with the same "
+                    "model, example inputs and versions of autopar and torch in every process"
+                )
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def _described(failure: Exception | None) -> tuple[str, str] | None:
+    return None if failure is None else (type(failure).__name__, str(failure))
+
+
+def _rebuilt(described: tuple[str, str], rank: int) -> AutoparError:
+    """Another rank's error: of its own class where that is one of ours."""
+    name, message = described
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, AutoparError):
+        return kind(message)
+    return AutoparError(f"rank {rank} failed: {name}: {message}")
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    graph: OpGraph,
+    num_ranks: int,
+    given: Plan | str | Path | None,
+    cluster: Cluster | None,
+    options: PlanOptions | None,
+    parallelism: Parallelism | None,
+    on_cpu: bool,
+) -> Plan:
+    """The plan given, checked, or a new one for as many devices as there are ranks."""
+    if given is not None:
+        if options is not None or parallelism is not None:
+            raise InputError("plan= is given together with options= or parallelism=, which are for making a plan: give one of them")
+        plan = given if isinstance(given, Plan) else Plan.load(given)
+        check_fingerprint(plan, graph, "the plan given" if isinstance(given, Plan) else f"plan file {given}")
+        _check_size("the plan", plan.num_devices, num_ranks)
+        return plan
+    from autopar.planner import merged_options, plan_graph  # the solver is loaded by the rank that plans, for a plan only
+    from cost_models import Cluster
+
+    if cluster is None:
+        if not on_cpu:
+            raise InputError("cluster= is left out and the ranks run on GPUs: give the cluster, or device='cpu'")
+        cluster = Cluster.local(num_ranks)
+    _check_size("the cluster", cluster.num_devices, num_ranks)
+    return plan_graph(graph, cluster, merged_options(options, parallelism))
+
+
+def _check_size(what: str, num_devices: int, num_ranks: int) -> None:
+    if num_devices != num_ranks:
+        processes = f"there are {num_ranks} processes" if num_ranks > 1 else "there is one process"
+        raise InputError(
+            f"{what} has {num_devices} devices and {processes}: start with torchrun --nproc-per-node so that there "
+            f"are {num_devices}, or plan for {num_ranks}"
+        )
+
+
+# -- the model's values ----------------------------------------------------------------------------------------------
+
+
+def _take_over(engine: Engine, model: nn.Module, seed: int, ranks: _Ranks) -> None:
+    """Fill every slot: what rank 0 has, or for tensors that are on meta there, what one of the ranks initialises."""
+    own = {slot.name for slot in (*engine.slots.values(), *engine.buffer_slots.values())}
+    on_meta = [(path, names) for path, _, names in meta_modules(model)]
+    on_meta = ranks.gather(on_meta)[0]
+    failure: Exception | None = None
+    done: set[str] = set()
+    for at, (path, names) in enumerate(on_meta):
+        owner = at % ranks.size
+        values: dict[str, Tensor] = {}
+        if ranks.rank == owner and failure is None:
+            made, failure = _attempt(lambda path=path, names=names: initial_values(model, path, names, seed))  # type: ignore[misc]
+            values = made or {}
+        for name in names:
+            full = f"{path}.{name}" if path else name
+            done.add(_fill(engine, full, values.get(name), owner, ranks))
+    ranks.raise_any(failure)
+    for name in sorted(own - done):
+        _fill(engine, name, _tensor(model, name) if ranks.rank == 0 else None, 0, ranks)
+
+
+def _fill(engine: Engine, name: str, value: Tensor | None, owner: int, ranks: _Ranks) -> str:
+    """Fill the slot called ``name`` with the whole tensor that the owner has; returns the slot's first name."""
+    slot = engine.slot(name)
+    device = engine.mesh.device
+    whole = torch.zeros(slot.shape, dtype=slot.dtype) if value is None else value.detach()
+    if ranks.size > 1:
+        whole = whole.to(device).contiguous()
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), src=owner)
+    slot.fill(lambda: whole)
+    return slot.name
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensor = module._parameters.get(own)
+    tensor = module._buffers.get(own) if tensor is None else tensor
+    assert tensor is not None, f"the program has a slot {name} that the model does not"
+    return tensor

@@ -1,0 +1,254 @@
+"""The plan: what every operator and parameter does on the mesh. Frozen values and their JSON; no costs, no torch.
+
+A plan describes each repeated block once per *variant* (a differently sharded version of it): the first block of a
+variant, its representative, is written out, the others point to it. :class:`Resolved` answers for every operator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanFileError
+from autopar.graph import BlockGroup, OpGraph
+from autopar.layout import Layout, layout_text, parse_layout
+from autopar.mesh import Mesh
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class OperatorPlan:
+    """Layouts in which an operator reads its tensors and leaves its results; ``label`` says what each axis splits."""
+
+    label: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """``use``: what the parameter's readers start from; ``storage``: how it rests between steps; ``zero``: 0 to 3.
+
+    The two differ on the ZeRO axes only: there ``use`` has a partial gradient and ``storage`` is sharded.
+    """
+
+    use: Layout
+    storage: Layout
+    zero: int = 0
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage on its mesh.
+
+    ``sources`` gives the layouts of inputs, buffers and constants; ``shared`` the layout into which a value is converted
+    once for a group of readers (``sharing.py`` names the groups); ``variants`` for each block group the variant of each
+    block, counted from 0. Operators, parameters and shared conversions of a block are given for representatives only.
+    """
+
+    mesh: Mesh
+    operators: Mapping[str, OperatorPlan]
+    parameters: Mapping[str, ParameterPlan]
+    sources: Mapping[str, Layout]
+    shared: Mapping[str, Layout]
+    variants: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model runs on a cluster.
+
+    ``details`` is the report without its timings (see ``report.py``); ``timings`` are seconds spent planning, by phase,
+    and are never saved: the same input gives the same file.
+    """
+
+    model: str
+    num_devices: int
+    graph_fingerprint: str
+    cluster_fingerprint: str
+    options: Mapping[str, Any]
+    stages: tuple[StagePlan, ...]
+    schedule: str = "single"
+    num_micro_batches: int = 1
+    details: Mapping[str, Any] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what the program depends on."""
+        document = {"graph": self.graph_fingerprint, "stages": [_stage_json(stage) for stage in self.stages]}
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+    def report(self) -> dict[str, Any]:
+        """The report as a JSON document; its schema is ``autopar.report.SCHEMA``."""
+        return {**self.details, "timings": dict(self.timings)}
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON document, seconds of planning left out."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "num_devices": self.num_devices,
+            "fingerprints": {"graph": self.graph_fingerprint, "cluster": self.cluster_fingerprint},
+            "options": self.options,
+            "schedule": self.schedule,
+            "num_micro_batches": self.num_micro_batches,
+            "stages": [_stage_json(stage) for stage in self.stages],
+            "report": self.details,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan: the same plan gives the same bytes."""
+        text = json.dumps(self.to_json(), indent=1, sort_keys=True, allow_nan=False)
+        temporary = Path(f"{path}.part")
+        temporary.write_text(text + "\n")
+        temporary.replace(path)
+
+    @staticmethod
+    def load(path: str | Path, graph: OpGraph | None = None) -> Plan:
+        """Read a plan; with ``graph`` it must be a plan of that graph. Raises PlanFileError when it cannot be used."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanFileError(f"plan file {path} cannot be read: {error.strerror}") from error
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanFileError(
+                f"plan file {path} is damaged or cut off: {error.msg} at line {error.lineno} of {text.count(chr(10)) + 1}; "
+                f"write it again with plan.save()"
+            ) from None
+        plan = Plan.from_json(document, str(path))
+        if graph is not None:
+            check_fingerprint(plan, graph, str(path))
+        return plan
+
+    @staticmethod
+    def from_json(document: Any, origin: str = "plan") -> Plan:
+        """The inverse of :meth:`to_json`."""
+        version = document.get("schema_version") if isinstance(document, dict) else None
+        if version != SCHEMA_VERSION:
+            raise PlanFileError(
+                f"{origin} has schema version {version!r}, this autopar reads version {SCHEMA_VERSION}; plan the model again"
+            )
+        try:
+            return Plan(
+                model=document["model"],
+                num_devices=document["num_devices"],
+                graph_fingerprint=document["fingerprints"]["graph"],
+                cluster_fingerprint=document["fingerprints"]["cluster"],
+                options=document["options"],
+                stages=tuple(_stage_from_json(stage) for stage in document["stages"]),
+                schedule=document["schedule"],
+                num_micro_batches=document["num_micro_batches"],
+                details=document["report"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanFileError(f"{origin} lacks a part or has a wrong one: {error!r}; write it again with plan.save()") from error
+
+
+def check_fingerprint(plan: Plan, graph: OpGraph, origin: str = "the plan") -> None:
+    """Raise PlanFileError when ``plan`` was made for another model than ``graph``."""
+    if plan.graph_fingerprint != graph.fingerprint:
+        raise PlanFileError(
+            f"{origin} was made for another model: its graph is {plan.graph_fingerprint[:12]} ({plan.model}), this one is "
+            f"{graph.fingerprint[:12]} ({graph.model}, batch {graph.batch_size}); plan this model, with these input sizes"
+        )
+
+
+class Resolved:
+    """Answers for every operator, value and parameter of a graph what a stage's plan says of its representative."""
+
+    def __init__(self, stage: StagePlan, graph: OpGraph) -> None:
+        self.stage = stage
+        self.graph = graph
+        self._operator: dict[str, str] = {}
+        self._value: dict[str, str] = {}
+        for group in graph.block_groups:
+            self._point(group, stage.variants.get(group.name, (0,) * len(group.blocks)))
+
+    def _point(self, group: BlockGroup, variants: tuple[int, ...]) -> None:
+        first: dict[int, int] = {}
+        for index, variant in enumerate(variants):
+            chosen = group.blocks[first.setdefault(variant, index)]
+            block = group.blocks[index]
+            self._value.update(zip(block.parameters, chosen.parameters, strict=True))
+            for here, there in zip(block.operators, chosen.operators, strict=True):
+                self._operator[here] = there
+                outputs = (self.graph.operator_of[name].outputs for name in (here, there))
+                self._value.update(zip(*outputs, strict=True))
+
+    def representative_operator(self, operator: str) -> str:
+        return self._operator.get(operator, operator)
+
+    def representative_value(self, value: str) -> str:
+        return self._value.get(value, value)
+
+    def operator(self, operator: str) -> OperatorPlan:
+        """The plan of an operator."""
+        return self.stage.operators[self.representative_operator(operator)]
+
+    def parameter(self, value: str) -> ParameterPlan:
+        """The plan of a parameter, by its value id."""
+        return self.stage.parameters[self.representative_value(value)]
+
+    def layout(self, value: str) -> Layout:
+        """The layout in which a value is first available."""
+        producer = self.graph.producer_of.get(value)
+        if producer is not None:
+            return self.operator(producer.id).outputs[producer.outputs.index(value)]
+        if self.graph.values[value].kind == "parameter":
+            return self.parameter(value).use
+        return self.stage.sources[value]
+
+    def shared(self, value: str, group: str) -> Layout:
+        """The layout into which ``value`` is converted for the sharing group ``group``."""
+        return self.stage.shared[f"{self.representative_value(value)}{group}"]
+
+
+def _layouts_json(layouts: tuple[Layout, ...]) -> list[str]:
+    return [layout_text(layout) for layout in layouts]
+
+
+def _stage_json(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "mesh": {"shape": list(stage.mesh.shape), "names": list(stage.mesh.names)},
+        "operators": {
+            name: {"label": plan.label, "inputs": _layouts_json(plan.inputs), "outputs": _layouts_json(plan.outputs)}
+            for name, plan in stage.operators.items()
+        },
+        "parameters": {
+            name: {"use": layout_text(plan.use), "storage": layout_text(plan.storage), "zero": plan.zero}
+            for name, plan in stage.parameters.items()
+        },
+        "sources": {name: layout_text(layout) for name, layout in stage.sources.items()},
+        "shared": {name: layout_text(layout) for name, layout in stage.shared.items()},
+        "variants": {name: list(variants) for name, variants in stage.variants.items()},
+    }
+
+
+def _stage_from_json(document: Mapping[str, Any]) -> StagePlan:
+    return StagePlan(
+        mesh=Mesh(tuple(document["mesh"]["shape"]), tuple(document["mesh"]["names"])),
+        operators={
+            name: OperatorPlan(plan["label"], _read_layouts(plan["inputs"]), _read_layouts(plan["outputs"]))
+            for name, plan in document["operators"].items()
+        },
+        parameters={
+            name: ParameterPlan(parse_layout(plan["use"]), parse_layout(plan["storage"]), plan["zero"])
+            for name, plan in document["parameters"].items()
+        },
+        sources={name: parse_layout(layout) for name, layout in document["sources"].items()},
+        shared={name: parse_layout(layout) for name, layout in document["shared"].items()},
+        variants={name: tuple(variants) for name, variants in document["variants"].items()},
+    )
+
+
+def _read_layouts(words: list[str]) -> tuple[Layout, ...]:
+    return tuple(parse_layout(word) for word in words)

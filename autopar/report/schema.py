@@ -1,0 +1,230 @@
+"""The JSON Schema (draft 2020-12) of ``plan.report()``: the one source; ``docs/report.schema.json`` is written from it.
+
+Objects are closed: a key that the schema does not know is an error, so that schema and report change together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+Schema = dict[str, Any]
+
+
+def _object(**properties: Schema) -> Schema:
+    """An object with exactly these keys."""
+    named = dict(properties)
+    return {"type": "object", "properties": named, "required": list(named), "additionalProperties": False}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _map(values: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": values}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+POSITIVE: Schema = {"type": "integer", "minimum": 1}
+AMOUNT: Schema = {"type": "number", "minimum": 0}
+SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
+NUMBER: Schema = {"type": "number"}
+SHAPE = _list(COUNT)
+MESH_SHAPE = _list(POSITIVE)
+LAYOUT: Schema = {"type": "string", "pattern": r"^((S\d+\[[0-9x/+]+\]|R|G|P)(,|$))*$"}
+ZERO: Schema = {"enum": [0, 1, 2, 3]}
+FINGERPRINT: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+STATUS: Schema = {"enum": ["OPTIMAL", "FEASIBLE", "INFEASIBLE", "TIMED_OUT", "ERROR"]}
+COLLECTIVE: Schema = {"enum": ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]}
+
+MODEL = _object(
+    name=TEXT,
+    num_parameters=COUNT,
+    parameter_bytes=COUNT,
+    dtype=TEXT,
+    batch_size=POSITIVE,
+    inputs=_map(SHAPE),
+    training=FLAG,
+    has_loss=FLAG,
+    num_operators=COUNT,
+    flops_per_step=AMOUNT,
+    blocks=_map(POSITIVE),
+)
+CLUSTER = _object(
+    name=TEXT,
+    num_devices=POSITIVE,
+    nodes=_list(
+        _object(count=POSITIVE, device=TEXT, num_devices=POSITIVE, link=TEXT, memory_bytes=POSITIVE, source=TEXT)
+    ),
+    inter_link=_or_null(TEXT),
+)
+MESH = _object(
+    shape=MESH_SHAPE,
+    names=_list(TEXT),
+    axes=_list(
+        _object(
+            name=TEXT,
+            size=POSITIVE,
+            stride=POSITIVE,
+            links=_list(TEXT),
+            splits=_object(batch=SHARE, other=SHARE, nothing=SHARE),
+            zero=_map(COUNT),
+        )
+    ),
+)
+SCHEDULE = _object(kind=TEXT, num_stages=POSITIVE, num_micro_batches=POSITIVE)
+STAGE = _object(
+    index=COUNT,
+    first_device=COUNT,
+    num_devices=POSITIVE,
+    mesh_shape=MESH_SHAPE,
+    blocks=_list(
+        _object(
+            group=TEXT,
+            num_blocks=POSITIVE,
+            num_variants=POSITIVE,
+            variants=_list({"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2}),
+        )
+    ),
+)
+OPERATOR = _object(
+    id=TEXT,
+    module=TEXT,
+    source=TEXT,
+    target=TEXT,
+    kind={"enum": ["matmul", "attention", "elementwise", "view", "free", "fallback"]},
+    strategy=TEXT,
+    splits=_map(TEXT),
+    inputs=_list(LAYOUT),
+    outputs=_list(LAYOUT),
+    compute_seconds=AMOUNT,
+    exchange_seconds=NUMBER,
+    conversion_seconds=AMOUNT,
+    device_flops=AMOUNT,
+    saved_bytes=AMOUNT,
+    occurrences=POSITIVE,
+)
+PARAMETER = _object(
+    names={**_list(TEXT), "minItems": 1},
+    shape=SHAPE,
+    dtype=TEXT,
+    trainable=FLAG,
+    use=LAYOUT,
+    storage=LAYOUT,
+    zero=ZERO,
+    parameter_bytes=AMOUNT,
+    working_copy_bytes=AMOUNT,
+    gradient_bytes=AMOUNT,
+    optimizer_state_bytes=AMOUNT,
+    momentary_bytes=AMOUNT,
+    communication_seconds=NUMBER,
+    optimizer_seconds=AMOUNT,
+    occurrences=POSITIVE,
+)
+COLLECTIVES = _object(
+    entries=_list(
+        _object(
+            kind=COLLECTIVE,
+            axis=TEXT,
+            links=_list(TEXT),
+            phase=TEXT,
+            what=TEXT,
+            num_bytes=COUNT,
+            count=POSITIVE,
+            seconds=AMOUNT,
+        )
+    ),
+    totals=_list(_object(kind=COLLECTIVE, axis=TEXT, count=POSITIVE, num_bytes=COUNT, seconds=AMOUNT)),
+)
+PREDICTED = _object(
+    provenance={"enum": ["estimated", "measured"]},
+    step_seconds=AMOUNT,
+    samples_per_second=_or_null(AMOUNT),
+    breakdown=_object(
+        compute_seconds=AMOUNT,
+        copies_seconds=AMOUNT,
+        resharding_seconds=NUMBER,
+        parameter_communication_seconds=NUMBER,
+        optimizer_seconds=AMOUNT,
+    ),
+    memory=_object(
+        parameter_bytes=AMOUNT,
+        working_copy_bytes=AMOUNT,
+        gradient_bytes=AMOUNT,
+        optimizer_state_bytes=AMOUNT,
+        saved_activation_bytes=AMOUNT,
+        momentary_bytes=AMOUNT,
+        total_bytes=AMOUNT,
+        available_bytes=AMOUNT,
+    ),
+    mfu=_object(
+        value=AMOUNT,
+        model_flops=AMOUNT,
+        peak_flops_per_second=AMOUNT,
+        dtype=TEXT,
+        peak_source=TEXT,
+        repeated_work=AMOUNT,
+    ),
+)
+_PRICED = {
+    "mesh_shape": MESH_SHAPE,
+    "roles": _list({"enum": ["free", "data", "tensor"]}),
+    "status": STATUS,
+    "fits": FLAG,
+    "seconds": _or_null(AMOUNT),
+    "ratio": _or_null(AMOUNT),
+    "peak_bytes": _or_null(AMOUNT),
+    "missing_bytes": _or_null(AMOUNT),
+}
+ALTERNATIVES = _object(by_hand=_map(_object(**_PRICED)), other_meshes={**_list(_object(**_PRICED)), "maxItems": 5})
+SOLVER = _object(
+    status=STATUS,
+    cost_seconds=AMOUNT,
+    lower_bound_seconds=NUMBER,
+    gap=AMOUNT,
+    num_meshes=POSITIVE,
+    meshes=_list(_object(**_PRICED, lower_bound_seconds=_or_null(NUMBER))),
+    variants=_map(POSITIVE),
+)
+FALLBACK = _object(
+    target=TEXT,
+    occurrences=POSITIVE,
+    modules=_list(TEXT),
+    source=TEXT,
+    seconds=AMOUNT,
+    saved_bytes=AMOUNT,
+    whole_bytes=COUNT,
+)
+
+SCHEMA: Schema = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "autopar report",
+    "description": "What plan.report() returns. SI units, named in the keys. `timings` is left out of saved plans.",
+    **_object(
+        schema_version={"const": SCHEMA_VERSION},
+        model=MODEL,
+        cluster=CLUSTER,
+        options={"type": "object"},
+        mesh=MESH,
+        schedule=SCHEDULE,
+        stages={**_list(STAGE), "minItems": 1},
+        operators=_list(OPERATOR),
+        parameters=_list(PARAMETER),
+        collectives=COLLECTIVES,
+        predicted=PREDICTED,
+        solver=SOLVER,
+        alternatives=ALTERNATIVES,
+        fallbacks=_list(FALLBACK),
+        warnings=_list(TEXT),
+        fingerprints=_object(graph=FINGERPRINT, cluster=FINGERPRINT, options=FINGERPRINT, plan=FINGERPRINT),
+        timings=_map(AMOUNT),
+    ),
+}

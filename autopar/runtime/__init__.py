@@ -1,0 +1,59 @@
+"""What a generated program imports: meshes, layout steps, operators that know the mesh, parameters, and the engine."""
+
+from autopar.runtime.engine import Engine
+from autopar.runtime.errors import ProgramError
+from autopar.runtime.mesh import Axis, Ledger, Mesh, Sent
+from autopar.runtime.operators import batch_norm, cross_entropy, partial_mean, vocab_embedding
+from autopar.runtime.parameters import BufferSlot, Chunk, ParameterSlot, buffer, parameter
+from autopar.runtime.program import Input, Output, load_program
+from autopar.runtime.split import Split
+from autopar.runtime.steps import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    copy_to,
+    gather,
+    keep_first,
+    keep_first_both,
+    keep_first_gradient,
+    pad_shard,
+    reduce_from,
+    reduce_scatter,
+    scatter,
+    take_shard,
+)
+
+__all__ = [
+    "Axis",
+    "BufferSlot",
+    "Chunk",
+    "Engine",
+    "Input",
+    "Ledger",
+    "Mesh",
+    "Output",
+    "ParameterSlot",
+    "ProgramError",
+    "Sent",
+    "Split",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "batch_norm",
+    "buffer",
+    "copy_to",
+    "cross_entropy",
+    "gather",
+    "keep_first",
+    "keep_first_both",
+    "keep_first_gradient",
+    "load_program",
+    "pad_shard",
+    "parameter",
+    "partial_mean",
+    "reduce_from",
+    "reduce_scatter",
+    "scatter",
+    "take_shard",
+    "vocab_embedding",
+]

@@ -1,0 +1,136 @@
+"""Reduction of parameter gradients during and after backward.
+
+ZeRO-2 gradients are reduce-scattered as soon as a bucket of them is there, ZeRO-1 gradients after backward. What is then
+still a sum of terms at rest (G axes) is collected in flat buckets and all-reduced, for replicated parameters while backward
+goes on. All ranks run the same program, so buckets fill in the same order everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopar.runtime import collectives
+from autopar.runtime.mesh import Axis
+from autopar.runtime.parameters import ParameterSlot
+from autopar.runtime.zero import BUCKET_BYTES, ScatterBucket
+
+
+@dataclass
+class SumBucket:
+    """Gradients of one type that are summed over the same axes."""
+
+    axes: tuple[Axis, ...]
+    slots: list[ParameterSlot] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    num_bytes: int = 0
+    flat: Tensor | None = None
+
+    def launch(self) -> None:
+        """Begin the all-reduce over the first axis."""
+        if len(self.gradients) == 1 and self.gradients[0].is_contiguous():
+            self.flat = self.gradients[0].view(-1)
+        else:
+            self.flat = torch.cat([gradient.reshape(-1) for gradient in self.gradients])
+        self.gradients = [self.gradients[0]] if len(self.gradients) == 1 else []
+        collectives.all_reduce_in_place(self.flat, self.axes[0])
+
+    def finish(self) -> None:
+        """Wait, sum over the other axes, and hand the gradients to their slots."""
+        assert self.flat is not None, "a bucket is launched before it is finished"
+        collectives.wait(self.flat)
+        for axis in self.axes[1:]:
+            collectives.wait(collectives.all_reduce_in_place(self.flat, axis))
+        at = 0
+        for slot in self.slots:
+            size = slot.local.numel()
+            slot.add_gradient(self.flat[at : at + size].view(slot.local.shape))
+            at += size
+
+
+class GradientReducer:
+    """Watches the leaves of ``slots``; :meth:`finish` after backward leaves every gradient on its ``storage``."""
+
+    def __init__(self, slots: Sequence[ParameterSlot], bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._slots = [slot for slot in slots if slot.trainable]
+        self._bucket_bytes = bucket_bytes
+        self._scatters: dict[tuple[int, torch.dtype], ScatterBucket] = {}
+        self._launched_scatters: list[ScatterBucket] = []
+        self._sums: dict[tuple[tuple[int, ...], torch.dtype], SumBucket] = {}
+        self._launched_sums: list[SumBucket] = []
+        for slot in self._slots:
+            self._watch(slot)
+
+    def _watch(self, slot: ParameterSlot) -> None:
+        if slot.zero == 2 or (slot.zero != 1 and slot.reduce_axes):
+            slot.leaf.register_post_accumulate_grad_hook(lambda leaf: self._ready(slot))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce what is left over and wait for everything."""
+        for slot in self._slots:
+            if slot.leaf.grad is not None:
+                self._ready(slot)
+        for key in list(self._scatters):
+            self._launch_scatter(key)
+        for scatter in self._launched_scatters:
+            for slot, shard in scatter.finish():
+                self._sum(slot, shard)
+        self._launched_scatters = []
+        for sums in list(self._sums):
+            self._launch_sum(sums)
+        for bucket in self._launched_sums:
+            bucket.finish()
+        self._launched_sums = []
+
+    def abandon(self) -> None:
+        """Forget the gradients of a step that failed."""
+        self._scatters, self._launched_scatters = {}, []
+        self._sums, self._launched_sums = {}, []
+        for slot in self._slots:
+            slot.leaf.grad = None
+
+    @torch.no_grad()
+    def _ready(self, slot: ParameterSlot) -> None:
+        """The gradient of this step is on the slot's leaf: bring it to the layout at rest and sum it."""
+        gradient = slot.leaf.grad
+        assert gradient is not None, "autograd calls the hook after it has set the gradient"
+        slot.leaf.grad = None
+        if slot.zero not in (1, 2):
+            self._sum(slot, gradient)
+        elif not slot.has_one_gather():
+            self._sum(slot, slot.fold(gradient))
+        else:
+            axis = slot.one_gather()[0]
+            key = (axis.index, gradient.dtype)
+            bucket = self._scatters.setdefault(key, ScatterBucket(axis))
+            bucket.add(slot, gradient)
+            if bucket.num_bytes >= self._bucket_bytes:
+                self._launch_scatter(key)
+
+    def _sum(self, slot: ParameterSlot, gradient: Tensor) -> None:
+        """Sum a gradient in the layout at rest over the axes where it is a sum of terms."""
+        axes = slot.reduce_axes
+        if not axes:
+            slot.add_gradient(gradient)
+            return
+        key = (tuple(axis.index for axis in axes), gradient.dtype)
+        bucket = self._sums.setdefault(key, SumBucket(axes))
+        bucket.slots.append(slot)
+        bucket.gradients.append(gradient)
+        bucket.num_bytes += gradient.numel() * gradient.element_size()
+        if bucket.num_bytes >= self._bucket_bytes:
+            self._launch_sum(key)
+
+    def _launch_scatter(self, key: tuple[int, torch.dtype]) -> None:
+        bucket = self._scatters.pop(key)
+        bucket.launch()
+        self._launched_scatters.append(bucket)
+
+    def _launch_sum(self, key: tuple[tuple[int, ...], torch.dtype]) -> None:
+        bucket = self._sums.pop(key)
+        bucket.launch()
+        self._launched_sums.append(bucket)

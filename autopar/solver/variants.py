@@ -1,0 +1,156 @@
+"""At most so many different variants of a repeated block: restricting a solution, and what that costs.
+
+    tied:     all instances alike; position p of all instances is one node, whose tables are summed     `tied`
+    bundled:  each instance one node, whose choices are whole tuples out of a pool of good ones          `bundled`
+
+The pool holds the tuples of the assignments that the search has met, and the tied optimum. The bundled problem is
+solved again and again, each time without its least used tuple, until the limit is kept. The result is an upper
+bound; the lower bound stays that of the unlimited problem, so the gap shows what the limit costs at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from autopar.solver.problem import Edge, FloatArray, Problem
+
+# A search finds a few tuples per multiplier; the least used beyond this many never mattered where measured.
+_MOST_TUPLES = 16
+
+Choices = tuple[int, ...]
+Solver = Callable[[Problem], Choices | None]
+
+
+class _Builder:
+    """Adds tables of an original problem up to a smaller one; sums are kept per pair of new nodes."""
+
+    def __init__(self, problem: Problem, sizes: list[int]) -> None:
+        self.rows = problem.num_rows
+        self.nodes = [np.zeros((1 + self.rows, size)) for size in sizes]
+        self.edges: dict[tuple[int, int], FloatArray] = {}
+
+    def stack(self, costs: FloatArray, memory: FloatArray | None) -> FloatArray:
+        return np.concatenate([costs[None], np.zeros((self.rows, *costs.shape)) if memory is None else memory])
+
+    def add_edge(self, source: int, target: int, stack: FloatArray) -> None:
+        if source == target:
+            self.nodes[source] += np.diagonal(stack, axis1=1, axis2=2)
+            return
+        if source > target:
+            source, target, stack = target, source, stack.transpose(0, 2, 1)
+        known = self.edges.get((source, target))
+        self.edges[source, target] = stack if known is None else known + stack
+
+    def problem(self, budgets: FloatArray) -> Problem:
+        edges = tuple(Edge(s, t, stack[0], stack[1:]) for (s, t), stack in self.edges.items())
+        costs, memory = tuple(stack[0] for stack in self.nodes), tuple(stack[1:] for stack in self.nodes)
+        return Problem(costs, memory, edges, budgets)
+
+
+def tied(problem: Problem, limited: tuple[int, ...]) -> tuple[Problem, tuple[int, ...]]:
+    """The problem where the instances of these repeats are alike, and the new node of each old one."""
+    same = list(range(problem.num_nodes))
+    for number in limited:
+        for instance in problem.repeats[number].instances:
+            for node, first in zip(instance, problem.repeats[number].instances[0]):
+                same[node] = first
+    numbers = {node: index for index, node in enumerate(sorted(set(same)))}
+    home = tuple(numbers[node] for node in same)
+    builder = _Builder(problem, [problem.node_costs_seconds[node].size for node in numbers])
+    for node, (costs, memory) in enumerate(zip(problem.node_costs_seconds, problem.node_memory_bytes)):
+        builder.nodes[home[node]] += builder.stack(costs, memory)
+    for edge in problem.edges:
+        builder.add_edge(home[edge.source], home[edge.target], builder.stack(edge.costs_seconds, edge.memory_bytes))
+    return builder.problem(problem.memory_budgets_bytes), home
+
+
+def bundled(problem: Problem, pools: dict[int, list[Choices]]) -> tuple[Problem, list[tuple[int, ...]], list[int]]:
+    """The problem with each instance of the repeats in `pools` as one node that chooses a tuple.
+
+    Also returns the old nodes of each new one, and the repeat of each new node (-1: an ordinary node).
+    """
+    members: list[tuple[int, ...]] = []
+    repeat_of: list[int] = []
+    for number in pools:
+        members += problem.repeats[number].instances
+        repeat_of += [number] * len(problem.repeats[number].instances)
+    inside = {node for nodes in members for node in nodes}
+    for node in range(problem.num_nodes):
+        if node not in inside:
+            members.append((node,))
+            repeat_of.append(-1)
+    home: dict[int, int] = {}
+    select: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+    sizes = []
+    for new, (nodes, number) in enumerate(zip(members, repeat_of)):
+        table = (
+            np.arange(problem.node_costs_seconds[nodes[0]].size)[:, None] if number < 0 else np.array(pools[number])
+        )
+        sizes.append(len(table))
+        for position, node in enumerate(nodes):
+            home[node], select[node] = new, table[:, position]
+    builder = _Builder(problem, sizes)
+    for node, (costs, memory) in enumerate(zip(problem.node_costs_seconds, problem.node_memory_bytes)):
+        builder.nodes[home[node]] += builder.stack(costs, memory)[:, select[node]]
+    for edge in problem.edges:
+        stack = builder.stack(edge.costs_seconds, edge.memory_bytes)
+        stack = stack[:, select[edge.source]][:, :, select[edge.target]]
+        builder.add_edge(home[edge.source], home[edge.target], stack)
+    return builder.problem(problem.memory_budgets_bytes), members, repeat_of
+
+
+def limit_variants(problem: Problem, known: list[Choices], solve: Solver) -> Choices | None:
+    """A good assignment that keeps all limits on variants, from `known` ones; None if none is found.
+
+    `solve` returns the choices of a problem without repeats, or None.
+    """
+    limited = tuple(n for n, repeat in enumerate(problem.repeats) if repeat.max_variants is not None)
+    candidates = [choices for choices in known if problem.within_variants(choices) and _allowed(problem, choices)]
+    small, home = tied(problem, limited)
+    alike = solve(small)
+    if alike is not None:
+        candidates.append(tuple(alike[new] for new in home))
+    pools = {}
+    for number in limited:
+        uses: Counter[Choices] = Counter()
+        for choices in (*known, *candidates):
+            uses.update(tuple(choices[node] for node in instance) for instance in problem.repeats[number].instances)
+        order = {choices: index for index, choices in enumerate(uses)}
+        pools[number] = sorted(uses, key=lambda tuple_: (-uses[tuple_], order[tuple_]))[:_MOST_TUPLES]
+    found = _shrink(problem, pools, solve)
+    if found is not None:
+        candidates.append(found)
+    return min(candidates, key=lambda choices: (problem.cost_of(choices), choices)) if candidates else None
+
+
+def _allowed(problem: Problem, choices: Choices) -> bool:
+    return problem.cost_of(choices) < np.inf and problem.fits(problem.memory_of(choices))
+
+
+def _shrink(problem: Problem, pools: dict[int, list[Choices]], solve: Solver) -> Choices | None:
+    """Solve the bundled problem, drop the less used half of the tuples in excess, until the limits are kept."""
+    while True:
+        small, members, repeat_of = bundled(problem, pools)
+        found = solve(small)
+        if found is None:
+            return None
+        uses: dict[int, Counter[Choices]] = {number: Counter() for number in pools}
+        result = [0] * problem.num_nodes
+        for nodes, number, choice in zip(members, repeat_of, found):
+            chosen = (choice,) if number < 0 else pools[number][choice]
+            if number >= 0:
+                uses[number][chosen] += 1
+            for node, value in zip(nodes, chosen):
+                result[node] = value
+        if problem.within_variants(tuple(result)):
+            return tuple(result)
+        pools = {number: _most_used(uses[number], problem.repeats[number].max_variants) for number in pools}
+
+
+def _most_used(uses: Counter[Choices], limit: int | None) -> list[Choices]:
+    """The tuples in use, without the less used half of those above the limit."""
+    excess = 0 if limit is None else max(0, len(uses) - limit)
+    return [choices for choices, _ in uses.most_common(len(uses) - (excess + 1) // 2)]

@@ -1,0 +1,192 @@
+"""All legal strategies of an operator on a mesh: which letter each axis splits, and the layouts that follow.
+
+Enters: a :class:`~autopar.strategies.rule.Signature` and the cuts of its letters. Leaves: :class:`Strategy` values, one
+per combination of choices on the axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Layout, Shard, State
+from autopar.strategies.cuts import LetterCuts, to_tensor
+from autopar.strategies.rule import Signature
+
+
+@dataclass(frozen=True)
+class AxisChoice:
+    """What one axis does to an operator.
+
+    ``label`` is for people: the letter, ``R`` (all replicated), ``G`` (replicated, gradients partial) or ``P`` (partial
+    values pass through). ``inputs`` and ``outputs`` give each tensor's state on the axis.
+    """
+
+    label: str
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+    letter: str | None = None
+    cut: Cut | None = None
+    splits_batch: bool = False
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One legal choice for an operator on all axes of the mesh, with the layouts of its tensors.
+
+    ``split`` gives each split letter its cut and into how many pieces all axes together cut it.
+    """
+
+    axes: tuple[AxisChoice, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    split: Mapping[str, tuple[Cut, int]]
+
+    @property
+    def label(self) -> str:
+        return " ".join(choice.label for choice in self.axes)
+
+
+def axis_choices(
+    signature: Signature | None,
+    letters: LetterCuts | None,
+    has_gradient: tuple[Sequence[bool], Sequence[bool]],
+    axis_size: int,
+) -> tuple[AxisChoice, ...]:
+    """Every choice on one axis of ``axis_size`` devices. Without a signature (no rule) everything is replicated.
+
+    ``has_gradient`` says of each input and each output whether a gradient flows through it. A cut that reaches less of
+    the model than another cut of the same dim is left out where the other has enough units for the axis.
+    """
+    inputs, outputs = has_gradient
+    if signature is None or letters is None:
+        return (AxisChoice("R", (REPLICATED,) * len(inputs), (REPLICATED,) * len(outputs)),)
+    found = [AxisChoice("R", (REPLICATED,) * len(inputs), (REPLICATED,) * len(outputs))]
+    for letter in signature.splittable():
+        for cut in letters.cuts.get(letter, ()):
+            if letters.dominated.get((letter, cut), 0) < axis_size:
+                choice = _split(signature, letter, cut, (letter, cut) in letters.batch)
+                found.extend([choice] if choice else [])
+    found.extend(_pass_partial(signature, group) for group in signature.linear)
+    if any(outputs):
+        found.append(AxisChoice("G", (SUMMED_GRADIENT,) * len(inputs), (SUMMED_GRADIENT,) * len(outputs)))
+    unique: dict[tuple[tuple[State, ...], tuple[State, ...]], AxisChoice] = {}
+    for choice in found:
+        states = (_settled(choice.inputs, inputs, any(outputs)), _settled(choice.outputs, outputs, True))
+        kept = AxisChoice(choice.label, *states, choice.letter, choice.cut, choice.splits_batch)
+        pieces = (_normalized(states[0], axis_size), _normalized(states[1], axis_size))
+        earlier = unique.get(pieces)
+        if earlier is None or _rank(kept) > _rank(earlier):
+            unique[pieces] = kept
+    return tuple(unique.values())
+
+
+def _rank(choice: AxisChoice) -> tuple[bool, int]:
+    """Of two choices with the same pieces the one that is known to split the batch, or has fewer, larger units, stays:
+    it also fits the other tensors when a further axis cuts its pieces."""
+    units = -choice.cut.num_units if choice.cut else 0
+    return choice.splits_batch, units
+
+
+def _normalized(states: Sequence[State], parts: int) -> tuple[State, ...]:
+    """States with the simplest cuts that give the same pieces."""
+    return tuple(Shard(s.dim, s.cut.normalized(parts)) if isinstance(s, Shard) else s for s in states)
+
+
+def _settled(states: Sequence[State], gradient: Sequence[bool], differentiated: bool) -> tuple[State, ...]:
+    """States with the gradient's part left out where there is no gradient."""
+    return tuple(
+        REPLICATED if state == SUMMED_GRADIENT and not (flows and differentiated) else state
+        for state, flows in zip(states, gradient, strict=True)
+    )
+
+
+def _split(signature: Signature, letter: str, cut: Cut, splits_batch: bool) -> AxisChoice | None:
+    """The states when one axis splits ``letter``; None when some tensor cannot follow the cut."""
+    inputs: list[State] = []
+    outputs: list[State] = []
+    reduced = all(letter not in _flat(term) for term in signature.outputs)
+    for index, term in enumerate(signature.inputs):
+        place = to_tensor(signature, term, letter, cut)
+        if place:
+            inputs.append(Shard(*place))
+        elif letter in _flat(term):
+            return None
+        elif reduced and index in signature.additive:
+            inputs.append(PARTIAL)
+        else:
+            inputs.append(SUMMED_GRADIENT)
+    for term in signature.outputs:
+        place = to_tensor(signature, term, letter, cut)
+        if place:
+            outputs.append(Shard(*place))
+        elif letter in _flat(term):
+            return None
+        else:
+            outputs.append(REPLICATED if letter in signature.replicated_after else PARTIAL)
+    label = letter if cut.is_plain else f"{letter}[{cut}]"
+    return AxisChoice(label, tuple(inputs), tuple(outputs), letter, cut, splits_batch)
+
+
+def _flat(term: Sequence[object]) -> set[object]:
+    found: set[object] = set()
+    for dim in term:
+        found.update(dim if isinstance(dim, tuple) else {getattr(dim, "letter", None)})
+    return found
+
+
+def _pass_partial(signature: Signature, group: frozenset[int]) -> AxisChoice:
+    """Partial in, partial out: legal for the inputs in which the operator is linear together."""
+    inputs = tuple(PARTIAL if index in group else SUMMED_GRADIENT for index in range(len(signature.inputs)))
+    return AxisChoice("P", inputs, (PARTIAL,) * len(signature.outputs))
+
+
+def strategies(per_axis: Sequence[Sequence[AxisChoice]], mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
+    """Every combination of the axes' choices that can be carried out together, each set of layouts once.
+
+    Axes that split one letter cut it alike, and there are units for all of their pieces; an axis of one device splits
+    nothing.
+    """
+    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
+    for axes in itertools.product(*per_axis):
+        split = _pieces(axes, mesh_shape)
+        if split is None:
+            continue
+        states = [
+            (_normalized(c.inputs, parts), _normalized(c.outputs, parts))
+            for c, parts in ((c, split[c.letter][1] if c.letter else 1) for c in axes)
+        ]
+        layouts = tuple(tuple(zip(*side, strict=True)) for side in zip(*states, strict=True))
+        found.setdefault((layouts[0], layouts[1]), Strategy(tuple(axes), layouts[0], layouts[1], split))
+    return tuple(found.values())
+
+
+def _pieces(axes: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> dict[str, tuple[Cut, int]] | None:
+    """Each split letter with its cut and number of pieces; None where the axes' choices do not go together."""
+    found: dict[str, tuple[Cut, int]] = {}
+    for choice, size in zip(axes, mesh_shape, strict=True):
+        if choice.letter is None:
+            continue
+        assert choice.cut is not None
+        cut, parts = found.get(choice.letter, (choice.cut, 1))
+        if size == 1 or cut != choice.cut or cut.num_units < parts * size:
+            return None
+        found[choice.letter] = (cut, parts * size)
+    return found
+
+
+def share(signature: Signature, strategy: Strategy) -> float:
+    """The part of an operator's work that falls to the first device: 1 when nothing is split."""
+    fraction = 1.0
+    for letter, (cut, parts) in strategy.split.items():
+        fraction *= piece_fraction(cut, parts, signature.sizes, letter)
+    return fraction
+
+
+def piece_fraction(cut: Cut, parts: int, sizes: Mapping[str, int], letter: str) -> float:
+    """Length of the largest piece as a fraction of the whole."""
+    total = sum(count * size for count, size, _ in cut.runs)
+    largest = sum(count * math.ceil(size // unit / parts) * unit for count, size, unit in cut.runs)
+    return largest / total

@@ -1,0 +1,173 @@
+"""Matrix products, einsum and convolutions: a letter that only the inputs have leaves a sum over the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.graph import Operator, OpGraph
+from autopar.strategies.rule import Dim, RuleFunction, Signature, Term, letters_of, shapes_of
+from autopar.strategies.signatures import Extras, needs_gradient, number, shape, signature, written
+
+
+def work(operator: Operator, graph: OpGraph, factors: Sequence[int], flops: float, **extras: object) -> Extras:
+    """Fields that all products share: each of the two ``factors`` is kept for the other's gradient."""
+    wanted = needs_gradient(operator, graph)
+    first, second = factors
+    saves = [kept for kept, other in ((first, second), (second, first)) if wanted[other]]
+    fields: Extras = {
+        "kind": "matmul",
+        "flops": flops,
+        "backward_flops": flops * sum(wanted[index] for index in factors),
+        "saves": saves,
+        "linear": ((first,), (second,)),
+    }
+    fields.update(extras)  # type: ignore[typeddict-item]
+    return fields
+
+
+def _linear(operator: Operator, graph: OpGraph) -> Signature:
+    """y = x w' + b."""
+    x, weight = (shape(graph, value) for value in operator.inputs[:2])
+    flops = 2.0 * math.prod(x) * (weight[0] if len(weight) == 2 else 1)
+    out = "n" if len(weight) == 2 else ""
+    w = "n k" if len(weight) == 2 else "k"
+    if len(operator.inputs) == 3:
+        fields = work(operator, graph, (0, 1), flops, linear=((0, 2), (1, 2)), additive=(2,))
+        return written(operator, graph, f"b.. k, {w}, {out} -> b.. {out}", **fields)
+    return written(operator, graph, f"b.. k, {w} -> b.. {out}", **work(operator, graph, (0, 1), flops))
+
+
+def _matmul(operator: Operator, graph: OpGraph) -> Signature:
+    x, y = (shape(graph, value) for value in operator.inputs)
+    left, rows = ("b.. m k", "m") if len(x) > 1 else ("k", "")
+    right, columns = ("b.. k n", "n") if len(y) > 1 else ("k", "")
+    leading = "b.." if max(len(x), len(y)) > 2 else ""
+    if not leading:
+        left, right = left.replace("b..", ""), right.replace("b..", "")
+    output = shape(graph, operator.outputs[0])
+    flops = 2.0 * math.prod(output) * x[-1]
+    text = f"{left}, {right} -> {leading} {rows} {columns}"
+    return written(operator, graph, text, **work(operator, graph, (0, 1), flops))
+
+
+def _product(text: str) -> RuleFunction:
+    def rule(operator: Operator, graph: OpGraph) -> Signature:
+        flops = 2.0 * math.prod(shape(graph, operator.inputs[0])) * shape(graph, operator.inputs[1])[-1]
+        return written(operator, graph, text, **work(operator, graph, (0, 1), flops))
+
+    return rule
+
+
+def _vector_product(text: str) -> RuleFunction:
+    def rule(operator: Operator, graph: OpGraph) -> Signature:
+        flops = 2.0 * max(math.prod(shape(graph, value)) for value in operator.inputs)
+        return written(operator, graph, text, **work(operator, graph, (0, 1), flops))
+
+    return rule
+
+
+def _added_product(term: str) -> RuleFunction:
+    """c + a b, with c broadcast."""
+
+    def rule(operator: Operator, graph: OpGraph) -> Signature:
+        left, right = term.split(",")
+        letters = left.split()[:-1] + right.split()[-1:]
+        bias = shape(graph, operator.inputs[0])
+        aligned = " ".join(letters[len(letters) - len(bias) :])
+        flops = 2.0 * math.prod(shape(graph, operator.inputs[1])) * shape(graph, operator.inputs[2])[-1]
+        fields = work(operator, graph, (1, 2), flops, linear=((0, 1), (0, 2)), additive=(0,))
+        return written(operator, graph, f"{aligned}, {left}, {right} -> {' '.join(letters)}", **fields)
+
+    return rule
+
+
+def _einsum(operator: Operator, graph: OpGraph) -> Signature | None:
+    """The equation is the rule; ``...`` stands for leading dims that broadcast."""
+    equation = str(operator.argument(0, "equation")).replace(" ", "")
+    if "->" not in equation:
+        flat = equation.replace(",", "").replace("...", "")
+        kept = "".join(sorted(letter for letter in set(flat) if flat.count(letter) == 1))
+        equation += "->" + ("..." if "..." in equation else "") + kept
+    left, right = equation.split("->")
+    text = ", ".join(_spaced(term) for term in left.split(",")) + " -> " + _spaced(right)
+    count = len(operator.inputs)
+    fields: Extras = {"linear": tuple((index,) for index in range(count)), "kind": "matmul"}
+    parsed = written(operator, graph, text, **fields)
+    letters = {letter for term in (*parsed.inputs, *parsed.outputs) for letter in letters_of(term)}
+    flops = 2.0 * math.prod(parsed.sizes[letter] for letter in letters)
+    wanted = needs_gradient(operator, graph)
+    fields["flops"] = flops
+    fields["backward_flops"] = flops * sum(wanted)
+    fields["saves"] = [
+        index for index in range(count) if any(wanted[other] for other in range(count) if other != index)
+    ]
+    return written(operator, graph, text, **fields)
+
+
+def _spaced(term: str) -> str:
+    """``"...bd"`` as this project writes it: ``"e.. b d"``."""
+    return " ".join(["e.."] * ("..." in term) + list(term.replace("...", "")))
+
+
+def _convolution(transposed: bool) -> RuleFunction:
+    def rule(operator: Operator, graph: OpGraph) -> Signature | None:
+        return _convolved(operator, graph, transposed)
+
+    return rule
+
+
+def _convolved(operator: Operator, graph: OpGraph, transposed: bool) -> Signature | None:
+    """b (g c) space, (g o) c kernel, (g o) -> b (g o) space: batch and channels may be split, space may not."""
+    x, weight = (shape(graph, value) for value in operator.inputs[:2])
+    output = shape(graph, operator.outputs[0])
+    space = len(weight) - 2
+    if len(x) != space + 2:
+        return None
+    groups = number(operator.argument(6, "groups", 1))
+    if transposed and groups > 1:
+        return None
+    sizes = {"b": x[0], "g": groups, "c": x[1] // groups, "o": output[1] // groups}
+    inner: Dim = ("c",)
+    kernel: list[Dim] = [(size,) for size in weight[2:]]
+    grouped: tuple[Dim, Dim] = (("g", "c"), ("g", "o")) if groups > 1 else (("c",), ("o",))
+    weight_channels = [grouped[0], grouped[1]] if transposed else [grouped[1], inner]
+    inputs: list[Term] = [(("b",), grouped[0], *((size,) for size in x[2:])), (*weight_channels, *kernel)]
+    if len(operator.inputs) == 3:
+        inputs.append((grouped[1],))
+    outputs: Term = (("b",), grouped[1], *((size,) for size in output[2:]))
+    pixels = math.prod(x[2:]) if transposed else math.prod(output[2:])
+    flops = 2.0 * x[0] * pixels * math.prod(weight)
+    fields = work(operator, graph, (0, 1), flops)
+    if len(operator.inputs) == 3:
+        fields["linear"] = ((0, 2), (1, 2))
+        fields["additive"] = (2,)
+    return signature(operator, graph, inputs, [outputs], sizes, **fields)
+
+
+def _bilinear(operator: Operator, graph: OpGraph) -> Signature:
+    flops = 2.0 * math.prod(shapes_of(operator, graph)[-1]) * math.prod(shape(graph, operator.inputs[2])[1:])
+    bias = len(operator.inputs) == 4
+    fields: Extras = {"kind": "matmul", "flops": flops, "backward_flops": 3 * flops, "saves": (0, 1, 2)}
+    fields["linear"] = ((0, 3), (1, 3), (2, 3)) if bias else ((0,), (1,), (2,))
+    fields["additive"] = (3,) if bias else ()
+    return written(operator, graph, "b.. i, b.. j, o i j" + (", o" if bias else "") + " -> b.. o", **fields)
+
+
+RULES: dict[str, RuleFunction] = {
+    "aten.linear.default": _linear,
+    "aten.matmul.default": _matmul,
+    "aten.mm.default": _product("m k, k n -> m n"),
+    "aten.bmm.default": _product("b m k, b k n -> b m n"),
+    "aten.mv.default": _vector_product("m k, k -> m"),
+    "aten.dot.default": _vector_product("k, k ->"),
+    "aten.outer.default": _vector_product("m, n -> m n"),
+    "aten.addmm.default": _added_product("m k, k n"),
+    "aten.baddbmm.default": _added_product("b m k, b k n"),
+    "aten.einsum.default": _einsum,
+    "aten.bilinear.default": _bilinear,
+    **{f"aten.conv{n}d.{overload}": _convolution(False) for n in (1, 2, 3) for overload in ("default", "padding")},
+    "aten.conv_transpose1d.default": _convolution(True),
+    "aten.conv_transpose2d.input": _convolution(True),
+    "aten.conv_transpose3d.input": _convolution(True),
+}

@@ -1,0 +1,200 @@
+"""Repeated blocks: consecutive modules ``path.0``, ``path.1``, ... that compute the same with parameters of their own.
+
+Enters: the operators in order, with the numbered module paths around each. Leaves: the operators, reordered where that
+makes each block one contiguous run, and the groups of blocks.
+
+Two neighbours a, b are alike when their operators agree one by one in target, literals, shapes and dtypes, and in what
+they read: the same place inside the block, the parameter in the same position, the same place in the block before (the
+chain), or the very same value outside (masks, rotary tables, an encoder's output). The first block of a group may read
+anything of the right kind where the others read the block before. Where the outermost numbered level does not repeat
+(stages of a ResNet), the next one is tried inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.graph import Block, BlockGroup, Operator, Ref, Value
+from autopar.tracing.lower import Lowered
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is known of the traced model: the names of each state, and which values replace a buffer."""
+
+    values: Mapping[str, Value]
+    names: Mapping[str, tuple[str, ...]]
+    updates: frozenset[str]
+    nests: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One numbered module: its operators, where each value is made inside, and its own states in order of first use."""
+
+    path: str
+    operators: tuple[Operator, ...]
+    places: dict[str, tuple[int, int]]
+    states: dict[str, int]
+
+
+def find_blocks(lowered: Lowered) -> tuple[tuple[Operator, ...], tuple[BlockGroup, ...]]:
+    """The operators with each block in one run, and the groups of at least two blocks, in order of appearance."""
+    names = {parameter.value: parameter.names for parameter in lowered.parameters}
+    model = _Model(
+        values=lowered.values,
+        names=names | {buffer.value: buffer.names for buffer in lowered.buffers},
+        updates=frozenset(buffer.updated for buffer in lowered.buffers if buffer.updated),
+        nests=lowered.nests,
+    )
+    order, groups = _search(model, list(lowered.operators), lowered.operators, 0)
+    position = {operator.id: index for index, operator in enumerate(order)}
+    groups.sort(key=lambda group: position[group.blocks[0].operators[0]])
+    return tuple(order), tuple(groups)
+
+
+def _search(
+    model: _Model, order: list[Operator], scope: Sequence[Operator], level: int
+) -> tuple[list[Operator], list[BlockGroup]]:
+    """Groups among the modules at one level of numbering within ``scope``, and inside those that have no like."""
+    members: dict[str, list[Operator]] = {}
+    for operator in scope:
+        nest = model.nests[operator.id]
+        if len(nest) > level:
+            members.setdefault(nest[level], []).append(operator)
+    containers: dict[str, list[int]] = {}
+    for path in members:
+        container, _, number = path.rpartition(".")
+        containers.setdefault(container, []).append(int(number))
+    groups: list[BlockGroup] = []
+    for container, indices in containers.items():
+        candidates: dict[int, _Candidate] = {}
+        for index in sorted(indices):
+            path = f"{container}.{index}" if container else str(index)
+            gathered = _gather(order, members[path])
+            if gathered is not None:
+                order = gathered
+                candidates[index] = _candidate(model, path, members[path])
+        runs = _runs(model, candidates)
+        for run in runs:
+            name = container or "layers"
+            if len(runs) > 1:
+                name += f"[{run[0]}:{run[-1] + 1}]"
+            groups.append(BlockGroup(name, tuple(_block(model, candidates[index]) for index in run)))
+        grouped = {index for run in runs for index in run}
+        for index in sorted(set(indices) - grouped):
+            path = f"{container}.{index}" if container else str(index)
+            order, inner = _search(model, order, members[path], level + 1)
+            groups.extend(inner)
+    return order, groups
+
+
+def _gather(order: list[Operator], block: Sequence[Operator]) -> list[Operator] | None:
+    """The order with the block's operators in one run, or None where the operators between allow none."""
+    inside = {operator.id for operator in block}
+    positions = [index for index, operator in enumerate(order) if operator.id in inside]
+    first, last = positions[0], positions[-1]
+    if last - first + 1 == len(positions):
+        return order
+    before: list[Operator] = []
+    run: list[Operator] = []
+    after: list[Operator] = []
+    from_run: set[str] = set()
+    from_after: set[str] = set()
+    for operator in order[first : last + 1]:
+        if operator.id in inside:
+            if not from_after.isdisjoint(operator.inputs):
+                return None
+            run.append(operator)
+            from_run.update(operator.outputs)
+        elif from_run.isdisjoint(operator.inputs) and from_after.isdisjoint(operator.inputs):
+            before.append(operator)
+        else:
+            after.append(operator)
+            from_after.update(operator.outputs)
+    return [*order[:first], *before, *run, *after, *order[last + 1 :]]
+
+
+def _candidate(model: _Model, path: str, operators: Sequence[Operator]) -> _Candidate:
+    places = {
+        value: (index, output)
+        for index, operator in enumerate(operators)
+        for output, value in enumerate(operator.outputs)
+        if value
+    }
+    states: dict[str, int] = {}
+    for operator in operators:
+        for value in operator.inputs:
+            names = model.names.get(value)
+            if names and all(name.startswith(f"{path}.") for name in names):
+                states.setdefault(value, len(states))
+    return _Candidate(path, tuple(operators), places, states)
+
+
+def _runs(model: _Model, candidates: Mapping[int, _Candidate]) -> list[list[int]]:
+    """Longest runs, greedily from the front, of consecutive numbers whose blocks are alike."""
+    runs: list[list[int]] = []
+    current: list[int] = []
+    for index in sorted(candidates):
+        if current and index == current[-1] + 1:
+            before = candidates[current[-2]] if len(current) > 1 else None
+            if _alike(model, before, candidates[current[-1]], candidates[index]):
+                current.append(index)
+                continue
+        runs.append(current)
+        current = [index]
+    return [run for run in (*runs, current) if len(run) > 1]
+
+
+def _alike(model: _Model, before: _Candidate | None, a: _Candidate, b: _Candidate) -> bool:
+    """Whether ``b`` does to ``a``'s results what ``a`` did to those of ``before`` (None: to whatever it was given)."""
+    if len(a.operators) != len(b.operators) or len(a.states) != len(b.states):
+        return False
+    values = model.values
+    entering: dict[str, str] = {}
+
+    def same_kind(x: str, y: str) -> bool:
+        p, q = values[x], values[y]
+        return (p.shape, p.dtype, p.requires_grad) == (q.shape, q.dtype, q.requires_grad)
+
+    def same_source(x: str, y: str) -> bool:
+        if y in b.places:
+            return a.places.get(x) == b.places[y]
+        if y in b.states:
+            return a.states.get(x) == b.states[y] and values[x].kind == values[y].kind and same_kind(x, y)
+        if y not in a.places:
+            return x == y
+        if before is not None:
+            return before.places.get(x) == a.places[y]
+        return x not in a.places and x not in a.states and same_kind(x, y) and entering.setdefault(y, x) == x
+
+    for one, other in zip(a.operators, b.operators, strict=True):
+        if one.target != other.target or one.module_class != other.module_class:
+            return False
+        if _shape_of_call(one) != _shape_of_call(other):
+            return False
+        if not all(same_source(x, y) for x, y in zip(one.inputs, other.inputs, strict=True)):
+            return False
+        for x, y in zip(one.outputs, other.outputs, strict=True):
+            if bool(x) != bool(y) or (x in model.updates) != (y in model.updates) or (x and not same_kind(x, y)):
+                return False
+    return True
+
+
+def _shape_of_call(operator: Operator) -> Any:
+    """The arguments with every tensor left blank, and the number of outputs."""
+
+    def blank(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return Ref
+        return tuple(blank(item) for item in tree) if isinstance(tree, tuple) else (type(tree), tree)
+
+    return blank((operator.args, operator.kwargs, len(operator.outputs)))
+
+
+def _block(model: _Model, candidate: _Candidate) -> Block:
+    parameters = tuple(state for state in candidate.states if model.values[state].kind == "parameter")
+    buffers = tuple(state for state in candidate.states if model.values[state].kind == "buffer")
+    return Block(candidate.path, tuple(operator.id for operator in candidate.operators), parameters, buffers)

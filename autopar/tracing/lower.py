@@ -1,0 +1,487 @@
+"""The exported fx graph, node by node, as operators and values.
+
+Enters: a :class:`~autopar.tracing.capture.Capture`. Leaves: a :class:`Lowered`. Assertions and identities are dropped,
+regions without gradient or autocast are written into their surroundings, in-place operators become functional ones
+(``places``), training batch norm gets its new statistics as outputs, and each operator gets an id that depends only on
+the module it is in and on what came before it there.
+
+Whether an output needs a gradient is asked of torch itself: the operator is run once per kind on tensors without data.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.utils._pytree as pytree
+from torch._ops import HigherOrderOperator, OpOverload
+
+from autopar.errors import TraceError
+from autopar.graph import (
+    Buffer,
+    Constant,
+    DeviceArgument,
+    Operator,
+    Output,
+    Parameter,
+    Ref,
+    TorchName,
+    Value,
+    ValueKind,
+    refs,
+)
+from autopar.tracing.capture import Capture
+from autopar.tracing.places import Place, View, read, write
+from autopar.tracing.source import line_of_trace, read_module_stack
+from autopar.tracing.targets import (
+    ASSERTIONS,
+    CHANGE_SHAPE_IN_PLACE,
+    CONVERSIONS,
+    DROPOUTS,
+    SAME_TENSOR,
+    SHAPED_BY_VALUES,
+    argument_of,
+    functional_form,
+    is_idle_dropout,
+    resolve_target,
+)
+
+_Env = dict[torch.fx.Node, Any]
+
+MAX_CONSTANT_NUMBERS = 4096
+
+
+@dataclass
+class Lowered:
+    """The traced program as values of ``autopar.graph``, before batch literals and blocks are known.
+
+    ``inputs`` are (value, path); ``nests`` has the numbered module paths around each operator, from the outside in;
+    ``tensors`` the data of the constants.
+    """
+
+    values: dict[str, Value] = field(default_factory=dict)
+    inputs: list[tuple[str, str]] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    constants: list[Constant] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    loss: str | None = None
+    nests: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def lower(capture: Capture, input_paths: list[str]) -> Lowered:
+    """Turn a captured program into operators and values; dead operators are left out."""
+    lowering = _Lowering(capture, input_paths)
+    lowering.run()
+    return lowering.lowered
+
+
+class _Lowering:
+    """One pass over the fx graph. State: the places of the program so far, and the values that they have held."""
+
+    def __init__(self, capture: Capture, input_paths: list[str]) -> None:
+        self.capture = capture
+        self.lowered = Lowered()
+        self.input_paths = iter(input_paths)
+        self.fakes: dict[str, Any] = {}
+        self.grad_enabled = True
+        self.node: torch.fx.Node | None = None
+        self._counters: Counter[tuple[str, str]] = Counter()
+        self._constants: dict[Any, str] = {}
+        self._detached: dict[str, str] = {}
+        self._gradients: dict[Any, tuple[bool, ...]] = {}
+        self._state_places: dict[str, Place] = {}
+
+    def run(self) -> None:
+        lowered, capture = self.lowered, self.capture
+        self._add_states()
+        results = self._run_graph(capture.graph_module, None)
+        values = [read(place, self.emit) for place in results]
+        if capture.loss_index is not None:
+            lowered.loss = values[capture.loss_index]
+            del values[capture.loss_index]
+        lowered.outputs = [Output(value, path) for value, path in zip(values, capture.output_paths, strict=True)]
+        self._note_updates()
+        self._drop_dead()
+
+    # -- parameters, buffers, inputs, constants ------------------------------------------------------------------
+
+    def _add_states(self) -> None:
+        for state in self.capture.states:
+            name, fake = state.names[0], state.stand_in
+            trainable = bool(fake.requires_grad)
+            self._add_value(name, fake, "parameter" if state.is_parameter else "buffer", trainable)
+            if state.is_parameter:
+                self.lowered.parameters.append(Parameter(name, state.names, trainable))
+            else:
+                self.lowered.buffers.append(Buffer(name, state.names, state.persistent))
+            place = Place(name, _memory(fake))
+            self._state_places.update(dict.fromkeys(state.names, place))
+
+    def _placeholder(self, node: torch.fx.Node) -> Place:
+        kind, target = self.capture.placeholders[node.name]
+        if kind in ("PARAMETER", "BUFFER"):
+            place = self._state_places[self.capture.rename(target)]
+            place.memory = _memory(node.meta["val"])
+            return place
+        if kind == "CONSTANT_TENSOR":
+            return self._constant(self.capture.constants[target], _memory(node.meta["val"]))
+        if kind != "USER_INPUT":
+            self._fail(f"uses {target or node.name}, a {kind.lower().replace('_', ' ')}, which autopar cannot trace")
+        path = next(self.input_paths)
+        value = path if path not in self.lowered.values else f"input.{path}"
+        self._add_value(value, node.meta["val"], "input", False)
+        self.lowered.inputs.append((value, path))
+        return Place(value, _memory(node.meta["val"]))
+
+    def _constant(self, tensor: torch.Tensor, memory: int) -> Place:
+        """A tensor written in the model's code; equal small ones are one constant, so that repeated blocks are alike."""
+        if tensor.is_meta or not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)):
+            self._fail(f"uses a tensor attribute of shape {list(tensor.shape)} without data; register it as a buffer")
+        numbers = tuple(tensor.flatten().tolist()) if tensor.numel() <= MAX_CONSTANT_NUMBERS else ()
+        key = (tensor.dtype, tuple(tensor.shape), repr(numbers) if numbers else id(tensor))
+        if key not in self._constants:
+            value = self._constants[key] = f"constant_{len(self.lowered.constants)}"
+            self._add_value(value, tensor, "constant", False)
+            self.fakes[value] = self.capture.fake_mode.from_tensor(tensor)
+            self.lowered.constants.append(Constant(value, numbers))
+            self.lowered.tensors[value] = tensor.detach().clone()
+        return Place(self._constants[key], memory)
+
+    def _note_updates(self) -> None:
+        for index, buffer in enumerate(self.lowered.buffers):
+            value = read(self._state_places[buffer.value], self.emit)
+            if value != buffer.value:
+                self.lowered.buffers[index] = replace(buffer, updated=value)
+        for parameter in self.lowered.parameters:
+            if self._state_places[parameter.value].value != parameter.value:
+                self._fail(f"writes into the parameter {parameter.name} in its forward; make it a buffer")
+
+    # -- the walk ------------------------------------------------------------------------------------------------
+
+    def _run_graph(self, module: torch.fx.GraphModule, arguments: list[Any] | None) -> list[Any]:
+        env: _Env = {}
+        given = iter(arguments or [])
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = self._placeholder(node) if arguments is None else next(given)
+            elif node.op == "get_attr":
+                env[node] = self._attribute(module, node)
+            elif node.op == "output":
+                return [env[item] for item in pytree.tree_leaves(node.args[0]) if isinstance(item, torch.fx.Node)]
+            else:
+                self.node = node
+                env[node] = self._call(node, env)
+        raise AssertionError("an fx graph has an output node")
+
+    def _attribute(self, module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
+        owner: Any = module
+        for part in str(node.target).split("."):
+            owner = getattr(owner, part)
+        if isinstance(owner, torch.Tensor):
+            return self._constant(owner, _memory(owner))
+        return owner
+
+    def _call(self, node: torch.fx.Node, env: _Env) -> Any:
+        target: Any = node.target
+        if target is operator.getitem:
+            source, index = node.args
+            return env[source][index]  # type: ignore[index]
+        if isinstance(target, HigherOrderOperator):
+            return self._region(node, target, env)
+        if not isinstance(target, OpOverload):
+            self._fail(f"computes with {target} on a size that depends on the values of a tensor")
+        name = target._schema.name.split("::")[1]
+        if name in ASSERTIONS:
+            return None
+        if name in SHAPED_BY_VALUES:
+            self._fail(f"uses {name}, so that a shape or number depends on the values of a tensor")
+        if target._schema.is_mutable:
+            return self._write_in_place(node, target, env)
+        same = self._identity(node, name, env)
+        if same is not None:
+            return same
+        if name == "batch_norm" and argument_of(node, target, "training") and argument_of(node, target, "running_mean"):
+            return self._batch_norm(node, target, env)
+        if name == "instance_norm" and argument_of(node, target, "running_mean") is not None:
+            self._fail("keeps running statistics in instance norm; use track_running_stats=False")
+        return self._plain(node, target, env)
+
+    def _region(self, node: torch.fx.Node, target: HigherOrderOperator, env: _Env) -> Any:
+        """The body of a region without gradient, or of a disabled autocast, as if it stood here."""
+        if _region_name(target) == "wrap_with_set_grad_enabled":
+            enabled, body, *arguments = node.args
+            before, self.grad_enabled = self.grad_enabled, bool(enabled)
+            results = self._run_graph(env[body], [env[item] for item in arguments])  # type: ignore[index]
+            self.grad_enabled = before
+            return tuple(results)
+        if _region_name(target) == "wrap_with_autocast":
+            device_type, _, enabled, _, body, *arguments = node.args
+            if enabled and device_type == self._device_type():
+                self.node = next((n for n in env[body].graph.nodes if n.op == "call_function"), node)  # type: ignore[index]
+                self._fail("opens torch.autocast inside its forward; cast explicitly, or plan with a precision option")
+            return tuple(self._run_graph(env[body], [env[item] for item in arguments]))  # type: ignore[index]
+        self._fail(f"uses the higher-order operator {_region_name(target)}, which autopar cannot plan")
+
+    def _identity(self, node: torch.fx.Node, name: str, env: _Env) -> Any:
+        """The place of an operator that only hands on its first argument, or None if it does more."""
+        source = env.get(node.args[0]) if node.args and isinstance(node.args[0], torch.fx.Node) else None
+        if not isinstance(source, Place):
+            return None
+        before, after = self.fakes[source.value], node.meta["val"]
+        if name in SAME_TENSOR or (name in DROPOUTS and is_idle_dropout(node)):
+            return source
+        if name == "lift_fresh_copy":
+            return Place(read(source, self.emit), _memory(after))
+        if name == "detach" and not self._wants_gradient(source):
+            return source
+        if name in CONVERSIONS and before.dtype == after.dtype and _same_layout(before, after):
+            shared = _memory(after) == source.root.memory
+            return source if shared else Place(read(source, self.emit), _memory(after))
+        if name in CONVERSIONS and before.dtype != after.dtype:
+            value = self._resolve(source)
+            output = self.emit("aten.to.dtype", (Ref(value), TorchName(str(after.dtype))), {})[0]
+            return Place(output, _memory(after))
+        if name == "clone" and _same_layout(before, after):
+            return Place(read(source, self.emit), _memory(after))
+        return None
+
+    def _wants_gradient(self, place: Place) -> bool:
+        return self.grad_enabled and self.lowered.values[read(place, self.emit)].requires_grad
+
+    # -- operators -----------------------------------------------------------------------------------------------
+
+    def _plain(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Any:
+        args, kwargs = self._arguments(node, env)
+        result = node.meta.get("val")
+        outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+        ids = self._record(str(target), args, kwargs, outputs, isinstance(result, (tuple, list)))
+        places = [self._place(node, env, args, kwargs, index, ids[index], fake) for index, fake in enumerate(outputs)]
+        return tuple(places) if isinstance(result, (tuple, list)) else places[0]
+
+    def _place(
+        self, node: torch.fx.Node, env: _Env, args: Any, kwargs: Any, index: int, value: str, fake: Any
+    ) -> Place | None:
+        if not isinstance(fake, torch.Tensor):
+            return None
+        memory = _memory(fake)
+        for position, item in enumerate(node.all_input_nodes):
+            source = env.get(item)
+            if isinstance(source, Place) and source.root.memory == memory:
+                first = position == 0 and node.args and node.args[0] is item
+                view = View(str(node.target), args[1:], kwargs, index) if first else View("autopar.opaque", (), {})
+                base = self.lowered.values[source.value]
+                self.lowered.values[value] = replace(self.lowered.values[value], storage=base.storage)
+                return Place(value, memory, source, view)
+        return Place(value, memory)
+
+    def _batch_norm(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Place:
+        """Training batch norm, whose two further outputs are the new running mean and variance."""
+        args, kwargs = self._arguments(node, env)
+        statistics = [env[argument_of(node, target, name)] for name in ("running_mean", "running_var")]
+        fakes = [node.meta["val"], *(self.fakes[place.value] for place in statistics)]
+        ids = self._record(str(target), args, kwargs, fakes, True)
+        for place, value in zip(statistics, ids[1:], strict=True):
+            self._write(place, value)
+        return Place(ids[0], _memory(node.meta["val"]))
+
+    def _write_in_place(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Any:
+        """Replace an in-place operator by its functional form, and let what shares the memory see the result."""
+        schema = target._schema
+        name = schema.name.split("::")[1]
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if len(written) != 1 or written[0] != schema.arguments[0].name or name in CHANGE_SHAPE_IN_PLACE:
+            self._fail(f"uses {target}, an in-place or out= form that autopar cannot express; use the plain form")
+        place = env[node.args[0]]  # type: ignore[index]
+        if name == "detach_":
+            if self._wants_gradient(place):
+                self._write(place, self.emit("aten.detach.default", (Ref(read(place, self.emit)),), {})[0])
+            return place
+        if name[:-1] in DROPOUTS and is_idle_dropout(node):
+            return place
+        if not self.grad_enabled and self.lowered.values[read(place, self.emit)].requires_grad:
+            self._fail(f"writes in place ({target}) without gradient into a tensor that has one; compute a new tensor")
+        args, kwargs = self._arguments(node, env)
+        before = self.fakes[args[0].value]
+        value = args[1].value if name == "copy_" else self._functional(target, args, kwargs)
+        if self.fakes[value].dtype != before.dtype:
+            value = self.emit("aten.to.dtype", (Ref(value), TorchName(str(before.dtype))), {})[0]
+        if self.fakes[value].shape != before.shape:
+            value = self.emit("aten.expand.default", (Ref(value), tuple(before.shape)), {})[0]
+        self._write(place, value)
+        return place
+
+    def _functional(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if target._schema.name == "aten::fill_":
+            return args[1].value if isinstance(args[1], Ref) else self.emit("aten.full_like.default", args, {})[0]
+        functional = functional_form(target)
+        if functional is None:
+            self._fail(f"uses {target}, which has no form that leaves its input alone; compute a new tensor instead")
+        return self.emit(functional, args, kwargs)[0]
+
+    def _write(self, place: Place, value: str) -> None:
+        try:
+            write(place, value, self.emit, lambda key: self.lowered.values[key].shape)
+        except TraceError as error:
+            self._fail(str(error))
+
+    def emit(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """Record an operator that the program does not have as such; its outputs are found by running it on fakes."""
+        with self.capture.fake_mode, torch.no_grad():
+            result = resolve_target(target)(*self._to_torch(args), **self._to_torch(kwargs))
+        several = isinstance(result, (tuple, list))
+        outputs = list(result) if several else [result]
+        ids = self._record(target, args, kwargs, outputs, several)
+        for value, fake in zip(ids, outputs, strict=True):
+            for ref in refs(args):
+                if _memory(self.fakes[ref.value]) == _memory(fake):
+                    storage = self.lowered.values[ref.value].storage
+                    self.lowered.values[value] = replace(self.lowered.values[value], storage=storage)
+        return ids
+
+    def _record(self, target: str, args: Any, kwargs: dict[str, Any], outputs: list[Any], several: bool) -> list[str]:
+        path, module_class, nest = self._module()
+        name = target.split(".")[1].strip("_")
+        count = self._counters[path, name]
+        self._counters[path, name] += 1
+        key = f"{path}:{name}" + (f"_{count}" if count else "")
+        tensors = [isinstance(output, torch.Tensor) for output in outputs]
+        ids = [(f"{key}#{i}" if several else key) if is_tensor else "" for i, is_tensor in enumerate(tensors)]
+        gradients = self._need_gradient(target, args, kwargs, outputs)
+        for value, fake, gradient in zip(ids, outputs, gradients, strict=True):
+            if value:
+                self._add_value(value, fake, "computed", gradient)
+        record = Operator(key, target, args, tuple(kwargs.items()), tuple(ids), path, module_class, self._line())
+        self.lowered.operators.append(record)
+        self.lowered.nests[key] = nest
+        return ids
+
+    def _add_value(self, value: str, fake: torch.Tensor, kind: ValueKind, requires_grad: bool) -> None:
+        if not all(type(size) is int for size in fake.shape):
+            self._fail(f"makes a tensor whose shape {list(fake.shape)} depends on the values of another")
+        dtype = str(fake.dtype).removeprefix("torch.")
+        self.lowered.values[value] = Value(value, tuple(fake.shape), dtype, requires_grad, kind, value)
+        self.fakes[value] = fake
+
+    # -- arguments -----------------------------------------------------------------------------------------------
+
+    def _arguments(self, node: torch.fx.Node, env: _Env) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args = tuple(self._argument(item, env) for item in node.args)
+        kwargs = {
+            name: self._argument(item, env)
+            for name, item in node.kwargs.items()
+            if not (name == "pin_memory" and not item) and not (name == "layout" and item is torch.strided)
+        }
+        return args, kwargs
+
+    def _argument(self, item: Any, env: _Env) -> Any:
+        if isinstance(item, torch.fx.Node):
+            found = env[item]
+            if not isinstance(found, Place):
+                self._fail(f"passes {item} on as a number, which depends on the values of a tensor")
+            return Ref(self._resolve(found))
+        if isinstance(item, (tuple, list)):
+            return tuple(self._argument(part, env) for part in item)
+        if isinstance(item, (torch.dtype, torch.layout, torch.memory_format)):
+            return TorchName(str(item))
+        if isinstance(item, torch.device):
+            return DeviceArgument()
+        if item is None or isinstance(item, (bool, int, float, str, complex)):
+            return item
+        self._fail(f"calls an operator with {item!r}, which autopar cannot write down")
+
+    def _resolve(self, place: Place) -> str:
+        """The value to read; without gradient enabled, a detached one."""
+        value = read(place, self.emit)
+        if self.grad_enabled or not self.lowered.values[value].requires_grad:
+            return value
+        if value not in self._detached:
+            self._detached[value] = self.emit("aten.detach.default", (Ref(value),), {})[0]
+        return self._detached[value]
+
+    def _to_torch(self, tree: Any, gradient: bool = False) -> Any:
+        if isinstance(tree, Ref):
+            fake = self.fakes[tree.value].detach()
+            return fake.requires_grad_() if gradient and self.lowered.values[tree.value].requires_grad else fake
+        if isinstance(tree, TorchName):
+            return getattr(torch, tree.name.removeprefix("torch."))
+        if isinstance(tree, DeviceArgument):
+            return torch.device(self._device_type())
+        if isinstance(tree, dict):
+            return {key: self._to_torch(item, gradient) for key, item in tree.items()}
+        if isinstance(tree, tuple):
+            return tuple(self._to_torch(item, gradient) for item in tree)
+        return tree
+
+    def _need_gradient(self, target: str, args: Any, kwargs: dict[str, Any], outputs: list[Any]) -> tuple[bool, ...]:
+        flags = tuple(self.lowered.values[ref.value].requires_grad for ref in refs((args, tuple(kwargs.values()))))
+        floats = tuple(isinstance(o, torch.Tensor) and (o.is_floating_point() or o.is_complex()) for o in outputs)
+        if not any(flags) or not any(floats):
+            return (False,) * len(outputs)
+        key = (target, flags, floats)
+        if key not in self._gradients:
+            self._gradients[key] = self._ask_gradient(target, args, kwargs, floats)
+        return self._gradients[key]
+
+    def _ask_gradient(
+        self, target: str, args: Any, kwargs: dict[str, Any], floats: tuple[bool, ...]
+    ) -> tuple[bool, ...]:
+        try:
+            with self.capture.fake_mode, torch.enable_grad():
+                result = resolve_target(target)(*self._to_torch(args, True), **self._to_torch(kwargs, True))
+        except Exception:  # an operator that does not run on tensors without data twice: torch's usual rule
+            return floats
+        found = list(result) if isinstance(result, (tuple, list)) else [result]
+        gradients = [isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in found]
+        return tuple(gradients + [False] * (len(floats) - len(gradients)))
+
+    # -- where we are --------------------------------------------------------------------------------------------
+
+    def _module(self) -> tuple[str, str, tuple[str, ...]]:
+        stack = self.node.meta.get("nn_module_stack") if self.node is not None else None
+        entries = tuple((str(path), name) for path, name in (stack or {}).values())
+        path, module_class, nest = read_module_stack(entries)
+        return self.capture.rename(path), module_class, tuple(self.capture.rename(block) for block in nest)
+
+    def _device_type(self) -> str:
+        return next((str(state.stand_in.device.type) for state in self.capture.states), "cpu")
+
+    def _line(self) -> str:
+        return line_of_trace((self.node.stack_trace if self.node is not None else None) or "")
+
+    def _fail(self, what: str) -> NoReturn:
+        where = self._line() or "some point"
+        raise TraceError(f"the model cannot be traced: at {where} it {what}")
+
+    def _drop_dead(self) -> None:
+        """Leave out operators whose results nobody reads (assertions and identities leave some behind)."""
+        lowered = self.lowered
+        wanted = {output.value for output in lowered.outputs} | {lowered.loss}
+        wanted |= {buffer.updated for buffer in lowered.buffers}
+        kept = []
+        for record in reversed(lowered.operators):
+            if wanted.isdisjoint(record.outputs):
+                for value in record.outputs:
+                    lowered.values.pop(value, None)
+                del lowered.nests[record.id]
+                continue
+            kept.append(record)
+            wanted.update(record.inputs)
+        lowered.operators = kept[::-1]
+
+
+def _region_name(target: HigherOrderOperator) -> str:
+    return str(target.name())
+
+
+def _memory(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else 0
+
+
+def _same_layout(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return before.shape == after.shape and before.stride() == after.stride()

@@ -1,0 +1,64 @@
+"""What the lowering must know of torch's operators by name: which do nothing here, which write, and their plain forms.
+
+Enters: operators and nodes of torch's training IR. Leaves: names, overloads, arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+ASSERTIONS = frozenset(
+    "_assert_tensor_metadata _assert_scalar _assert_async _functional_assert_async _functional_assert_scalar "
+    "sym_constrain_range sym_constrain_range_for_size _functional_sym_constrain_range".split()
+)
+SHAPED_BY_VALUES = frozenset("_local_scalar_dense item nonzero masked_select unique_consecutive _unique2".split())
+SAME_TENSOR = frozenset(("alias", "lift_fresh"))
+CONVERSIONS = frozenset(("to", "_to_copy", "type_as"))
+DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"))
+CHANGE_SHAPE_IN_PLACE = frozenset(
+    "squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_ rename_".split()
+)
+
+_FUNCTIONAL_NAMES = {
+    "zero_": "zeros_like", "normal_": "normal_functional", "__iand__": "bitwise_and",
+    "__ior__": "bitwise_or", "__ixor__": "bitwise_xor", "__ilshift__": "bitwise_left_shift",
+    "__irshift__": "bitwise_right_shift",
+}  # fmt: skip
+
+
+def functional_form(target: OpOverload) -> str | None:
+    """The operator that computes what an in-place one writes: ``aten.add_.Tensor`` -> ``aten.add.Tensor``."""
+    namespace, name = target._schema.name.split("::")
+    overload = target._overloadname or "default"
+    if (name, overload) == ("bernoulli_", "float"):
+        overload = "p"
+    name = _FUNCTIONAL_NAMES.get(name, name.removesuffix("_"))
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    found = packet is not None and overload in packet.overloads()
+    return f"{namespace}.{name}.{overload}" if found else None
+
+
+def resolve_target(target: str) -> Any:
+    """``aten.linear.default`` -> the operator overload."""
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def argument_of(node: torch.fx.Node, target: OpOverload, name: str) -> Any:
+    """The argument of this name as the node gives it, or its default, or None where the operator has none."""
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
+def is_idle_dropout(node: torch.fx.Node) -> bool:
+    """Whether a dropout(input, p, train) does nothing."""
+    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
+    train = node.args[2] if len(node.args) > 2 else node.kwargs.get("train")
+    return not train or bool(rate == 0)

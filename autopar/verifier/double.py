@@ -1,0 +1,51 @@
+"""Both sides in float64: the traced graph with its types changed, and a mode under which the plain model casts to float64.
+
+Structure, names and literals of the graph stay, so that a plan of the graph is a plan of the changed one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.graph import OpGraph, TorchName
+
+_WIDER = {"float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128"}
+_WIDER_TYPES = {getattr(torch, name): getattr(torch, wide) for name, wide in _WIDER.items()}
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+def in_double(graph: OpGraph) -> OpGraph:
+    """The graph with float64 in place of all lower floating-point types, values and arguments alike."""
+
+    def wide(tree: Any) -> Any:
+        if isinstance(tree, TorchName):
+            name = tree.name.removeprefix("torch.")
+            return TorchName(f"torch.{_WIDER[name]}") if name in _WIDER else tree
+        return tuple(wide(item) for item in tree) if isinstance(tree, tuple) else tree
+
+    return replace(
+        graph,
+        values={name: replace(value, dtype=_WIDER.get(value.dtype, value.dtype)) for name, value in graph.values.items()},
+        operators=tuple(replace(op, args=wide(op.args), kwargs=wide(op.kwargs)) for op in graph.operators),
+        _cache={},
+    )
+
+
+class InDouble(TorchFunctionMode):
+    """While active, whatever asks for a lower floating-point type gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CASTS:
+            return args[0].double()
+        args = tuple(wide_type(item) for item in args)
+        return func(*args, **{name: wide_type(item) for name, item in (kwargs or {}).items()})
+
+
+def wide_type(item: Any) -> Any:
+    """float64 for a lower floating-point type; anything else as it is."""
+    return _WIDER_TYPES.get(item, item) if isinstance(item, torch.dtype) else item

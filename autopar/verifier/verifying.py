@@ -1,0 +1,150 @@
+"""verify(): the program of a plan against the plain model, in float64, on simulated ranks or real processes.
+
+Compared are the loss, every output, every gradient, every parameter after one step of AdamW and every buffer, on every
+rank, piece by piece where each piece lies.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen import generate, ledger
+from autopar.codegen.inputs import input_names
+from autopar.codegen.ledger import totals
+from autopar.errors import InputError
+from autopar.graph import OpGraph
+from autopar.initial import materialized
+from autopar.plans import Plan, check_fingerprint
+from autopar.randomness import random_operators
+from autopar.tracing import Traced, trace
+from autopar.tracing.examples import named_leaves
+from autopar.verifier.double import InDouble, in_double, wide_type
+from autopar.verifier.outcome import Expected, Verification, differences, measures
+from autopar.verifier.trial import Trial, run_in_processes, run_in_threads
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan | str | Path,
+    example_inputs: Any = None,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    processes: bool = False,
+    learning_rate: float = 1e-3,
+    tolerance: float = 1e-10,
+    count_collectives: bool = False,
+    seed: int = 0,
+    timeout_seconds: float = 600.0,
+) -> Verification:
+    """Run the program of ``plan`` and the plain ``model`` on the same batch and compare everything that training depends on.
+
+    ``example_inputs``, ``batch_dims``, ``loss_fn``: as given to :func:`autopar.plan`; the inputs must have values. The ranks are
+    threads of this process, or with ``processes`` processes of their own over gloo. A model on meta is given random values
+    from ``seed``. ``count_collectives`` also compares what the first rank sends, kind by kind and byte by byte, with what the
+    plan says. The model is left as it is.
+
+    Errors are relative: to the largest gradient of the model, to the loss, to the largest value of an output or buffer (all
+    within ``tolerance``), and for a parameter after a step of AdamW to the larger of itself and ``learning_rate`` (within 1e-8).
+
+    Raises InputError for a model with random operators or without a loss, PlanFileError for a plan of another model, and what
+    the program itself raises. Inequality is no error: see :meth:`Verification.require`.
+    """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    traced = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn)
+    _check(traced, plan)
+    graph = in_double(traced.graph)
+    plan = replace(plan, graph_fingerprint=graph.fingerprint)
+    real = materialized(model, seed) if any(t.is_meta for t in (*model.parameters(), *model.buffers())) else model
+    plain = copy.deepcopy(real).to("cpu").double()
+    inputs = [_input(leaf.value) for leaf in traced.example.tensors]
+    trial = Trial(
+        source=generate(plan, graph),
+        state={state.names[0]: _state(plain, state.names[0]) for state in (*graph.parameters, *graph.buffers)},
+        inputs=dict(zip(input_names(graph), _used(traced, inputs), strict=True)),
+        learning_rate=learning_rate,
+    )
+    run = run_in_processes if processes else run_in_threads
+    results = run(trial, plan.num_devices, timeout_seconds)
+    expected = _run_plain(plain, traced, inputs, loss_fn, learning_rate)
+    return Verification(
+        model=graph.model,
+        mesh=str(plan.stages[0].mesh),
+        measures=tuple(measures(expected, results, tolerance, learning_rate)),
+        collectives=results[0].sent,
+        differences=differences(results[0].sent, totals(ledger(plan, graph))) if count_collectives else None,
+    )
+
+
+def _check(traced: Traced, plan: Plan) -> None:
+    graph = traced.graph
+    check_fingerprint(plan, graph)
+    if graph.loss is None:
+        raise InputError(f"{graph.model} has no loss to verify: return one as .loss, or give loss_fn(outputs, inputs)")
+    random = random_operators(graph)
+    if random:
+        raise InputError(
+            f"{graph.model} draws random numbers ({len(random)} operators, first {random[0]}), which differ between ranks and "
+            "the plain model: set every dropout to 0, or use model.eval()"
+        )
+    for leaf in traced.example.tensors:
+        if leaf.value.is_meta:
+            raise InputError(f"input {leaf.path} is on the meta device: verify() needs example inputs with values")
+
+
+def _input(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().to("cpu").clone()
+    return copied.to(wide_type(copied.dtype))
+
+
+def _used(traced: Traced, inputs: list[Tensor]) -> list[Tensor]:
+    by_path = {leaf.path: tensor for leaf, tensor in zip(traced.example.tensors, inputs, strict=True)}
+    return [by_path[entry.path] for entry in traced.graph.inputs]
+
+
+def _state(model: nn.Module, name: str) -> Tensor:
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensor: Tensor | None = module._parameters.get(own)
+    tensor = module._buffers.get(own) if tensor is None else tensor
+    assert tensor is not None, f"the graph has {name}, the model does not"
+    return tensor.detach().clone()
+
+
+def _run_plain(
+    model: nn.Module, traced: Traced, inputs: list[Tensor], loss_fn: Callable[[Any, Any], Tensor] | None, learning_rate: float
+) -> Expected:
+    """Forward, backward and a step of AdamW in one process; changes ``model``."""
+    graph, example = traced.graph, traced.example
+    given = example.rebuild([tensor.clone() for tensor in inputs])
+    args, kwargs = example.call(given)
+    model.zero_grad()
+    with torch.enable_grad(), InDouble():
+        output = model(*args, **kwargs)
+        leaves = dict(named_leaves(output))
+        loss = leaves[_loss_path(graph)] if loss_fn is None else loss_fn(output, given)
+        loss.backward()
+    parameters = {state.names[0]: model.get_parameter(state.names[0]) for state in graph.parameters}
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in parameters.items()
+    }
+    torch.optim.AdamW(model.parameters(), lr=learning_rate).step()
+    return Expected(
+        loss=loss.detach(),
+        outputs={entry.path: leaves[entry.path].detach() for entry in graph.outputs},
+        gradients=gradients,
+        parameters={name: parameter.detach() for name, parameter in parameters.items()},
+        buffers={state.names[0]: _state(model, state.names[0]) for state in graph.buffers},
+    )
+
+
+def _loss_path(graph: OpGraph) -> str:
+    return next(output.path for output in graph.outputs if output.value == graph.loss)

@@ -1,0 +1,62 @@
+"""Every rule, proved on shards: each strategy on one, two and three devices equals one device, gradients included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.graph import Operator, OpGraph
+from autopar.strategies.registry import RULES, signature_of
+from autopar.strategies.rule import Signature
+from tests.properties.rule_samples import Sample, T, samples
+from tests.support.shards import WrongRule, check_sample
+
+
+def test_every_rule_has_a_sample() -> None:
+    sampled = {sample.target for sample in samples()}
+    assert not sorted(set(RULES) - sampled), "rules without a sample in rule_samples.py"
+
+
+@pytest.mark.parametrize("sample", samples(), ids=str)
+def test_rule_on_shards(sample: Sample) -> None:
+    tried = sum(check_sample(sample, shape) for shape in ((1,), (2,), (3,), *sample.meshes))
+    assert tried >= 3, "not even the replicated strategies were tried"
+
+
+LINEAR = Sample("aten.linear.default", (T(5, 6), T(7, 6), T(7)))
+
+
+def _changed(**fields: object):
+    def rule(operator: Operator, graph: OpGraph) -> Signature | None:
+        right = signature_of(operator, graph)
+        assert right is not None
+        return replace(right, **fields)
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        _changed(additive=frozenset()),  # the bias would count once per device
+        _changed(linear=(frozenset({0}),)),  # and here too
+        _changed(replicated_after=frozenset({"k"})),  # a partial result taken for the whole
+    ],
+    ids=["bias not additive", "bias beside partial input", "sum left out"],
+)
+def test_wrong_rules_are_found(wrong) -> None:
+    check_sample(LINEAR, (2,))
+    with pytest.raises(WrongRule):
+        check_sample(LINEAR, (2,), wrong)
+
+
+def test_wrong_softmax_is_found() -> None:
+    """A rule that lets the softmax dim be split."""
+
+    def wrong(operator: Operator, graph: OpGraph) -> Signature:
+        term = (("a",), ("b",))
+        return Signature((term,), (term,), {"a": 5, "b": 6})
+
+    with pytest.raises(WrongRule, match="split 'b'"):
+        check_sample(Sample("aten.softmax.int", (T(5, 6), -1)), (2,), wrong)
