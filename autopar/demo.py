@@ -50,7 +50,7 @@ def demo_model() -> nn.Module:
         ) from error
     config = GPT2Config(
         n_layer=4, n_embd=128, n_head=4, vocab_size=256, n_positions=SEQUENCE, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+        attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
     )  # fmt: skip
     torch.manual_seed(0)
     model: nn.Module = GPT2LMHeadModel(config)

@@ -1,13 +1,13 @@
 """Initial values of a model on the meta device, one module at a time, the same on any number of ranks.
 
-Enters: a model some of whose tensors are on meta, and a seed. Leaves: tensors on the CPU. While one module's own tensors
-are made real, the rest of the model stays on meta, so that the model's own code can be run on all of it at no cost: first
-``reset_parameters`` of the module and of those around it (as their constructors did), then each one's ``_init_weights`` as
-transformers and many others have it (the nearest model at or above it; an attention may re-scale its projection there).
-Random numbers come from the seed and the module's path alone.
+Enters: a model some of whose tensors are on meta, and a seed. Leaves: tensors on the CPU. While one module's own
+tensors are made real, the rest of the model stays on meta, so that the model's own code can be run on all of it at no
+cost: first ``reset_parameters`` of the module and of those around it (as their constructors did), then each one's
+``_init_weights`` as transformers and many others have it (the nearest model at or above it; an attention may re-scale
+its projection there). Random numbers come from the seed and the module's path alone.
 
-A buffer that no such code writes (a rotary table, a mask) is taken from a fresh copy of its module where the arguments of the
-constructor can be read off the module; else an error names it.
+A buffer that no such code writes (a rotary table, a mask) is taken from a fresh copy of its module where the
+arguments of the constructor can be read off the module; else an error names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _lock = threading.Lock()  # torch's default generator and the model belong to th
 
 
 def meta_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
-    """Path, module and names of its own tensors on meta, for every module that has some; a tied one where it is first."""
+    """Path, module and names of its own tensors on meta, for every module that has some; a tied one where it is
+    first."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         names = []
@@ -71,7 +72,9 @@ def materialized(model: nn.Module, seed: int = 0) -> nn.Module:
         values = initial_values(model, path, names, seed)
         for name in names:
             old = _own(target, name)
-            made[id(old)] = nn.Parameter(values[name], old.requires_grad) if isinstance(old, nn.Parameter) else values[name]
+            made[id(old)] = (
+                nn.Parameter(values[name], old.requires_grad) if isinstance(old, nn.Parameter) else values[name]
+            )
         del module
     for module in real.modules():
         for table in (module._parameters, module._buffers):
@@ -92,7 +95,7 @@ def _chain(model: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _own(module: nn.Module, name: str) -> Tensor:
-    tensor = module._parameters.get(name)
+    tensor: Tensor | None = module._parameters.get(name)
     tensor = module._buffers.get(name) if tensor is None else tensor
     assert tensor is not None, f"{type(module).__name__} has lost its tensor {name}"
     return tensor
@@ -101,7 +104,7 @@ def _own(module: nn.Module, name: str) -> Tensor:
 @contextmanager
 def _made_real(module: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, int]]:
     """Put CPU tensors in the place of the module's own on meta; their versions when they were new, by name."""
-    saved = (dict(module._parameters), dict(module._buffers))
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
     try:
         made = {}
         for name in names:
@@ -114,9 +117,10 @@ def _made_real(module: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, 
             made[name] = _own(module, name)._version
         yield made
     finally:
-        for table, originals in zip((module._parameters, module._buffers), saved, strict=True):
-            table.clear()
-            table.update(originals)  # type: ignore[arg-type]
+        module._parameters.clear()
+        module._parameters.update(parameters)
+        module._buffers.clear()
+        module._buffers.update(buffers)
 
 
 def _poisoned(like: Tensor) -> Tensor:
@@ -198,11 +202,15 @@ def _from_fresh_copy(module: nn.Module, path: str, names: list[str]) -> dict[str
 def _constructor_arguments(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
     """Arguments for a fresh copy, each from the attribute of its name, and the names of those that are not there.
 
-    No default is trusted, since the module may have been made with another value; ``device`` and ``dtype`` alone may be left out.
+    No default is trusted, since the module may have been made with another value; ``device`` and ``dtype`` alone may
+    be left out.
     """
     arguments, unknown = {}, []
     for name, item in inspect.signature(type(module)).parameters.items():
-        if item.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) or name in ("device", "dtype"):
+        if item.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) or name in (
+            "device",
+            "dtype",
+        ):
             continue
         if name in module.__dict__:
             arguments[name] = module.__dict__[name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,16 +51,18 @@ def parallelize(
 ) -> Parallel:
     """Plan ``model`` for the processes that torchrun started (one without torchrun) and take over its values.
 
-    All processes call this together with the same model and ``example_inputs`` (the *global* batch; only shapes and dtypes
-    count). Rank 0 plans, or gives its ``plan`` (a Plan or the path of a plan.json). ``cluster`` may be left out on CPUs: it
-    is then this machine. ``options``, ``parallelism``, ``batch_dims``, ``loss_fn``: as of :func:`autopar.plan`.
+    All processes call this together with the same model and ``example_inputs`` (the *global* batch; only shapes and
+    dtypes count). Rank 0 plans, or gives its ``plan`` (a Plan or the path of a plan.json). ``cluster`` may be left
+    out on CPUs: it is then this machine. ``options``, ``parallelism``, ``batch_dims``, ``loss_fn``: as of
+    :func:`autopar.plan`.
 
-    Every rank gets the values that the model has on rank 0; only its own pieces are kept. Tensors on the meta device are
-    initialised by the model's own code from ``seed``, the same for any plan, and the whole model is never on one rank. The model
-    itself is left as it is and may be deleted. ``device``: this rank's, by default its GPU where there is one, else the CPU.
+    Every rank gets the values that the model has on rank 0; only its own pieces are kept. Tensors on the meta device
+    are initialised by the model's own code from ``seed``, the same for any plan, and the whole model is never on one
+    rank. The model itself is left as it is and may be deleted. ``device``: this rank's, by default its GPU where
+    there is one, else the CPU.
 
-    Raises the same error on every rank: InputError (devices, inputs, a tensor on meta that cannot be initialised), TraceError,
-    InfeasibleError, PlanFileError.
+    Raises the same error on every rank: InputError (devices, inputs, a tensor on meta that cannot be initialised),
+    TraceError, InfeasibleError, PlanFileError.
 
     >>> parallel = autopar.parallelize(model, cluster, {"input_ids": ids, "labels": ids})
     >>> optimizer = torch.optim.AdamW(parallel.parameters())
@@ -70,7 +73,8 @@ def parallelize(
     traced = ranks.together(lambda: trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn))
     ranks.same(traced.graph.fingerprint, "traced another model, or example inputs of other shapes")
     chosen = ranks.from_first(
-        lambda: _plan(traced.graph, ranks.size, plan, cluster, options, parallelism, _is_cpu(own_device)), Plan.from_json
+        lambda: _plan(traced.graph, ranks.size, plan, cluster, options, parallelism, _is_cpu(own_device)),
+        Plan.from_json,
     )
     source = ranks.together(lambda: generate(chosen, traced.graph))
     ranks.same(source, "wrote another program for the same plan")
@@ -93,10 +97,11 @@ class Parallel:
     # Running
 
     def step(self, *args: Any, local: bool = False, **inputs: Any) -> Tensor:
-        """Forward and backward of one batch: adds to the gradients and returns the loss, detached, the same on every rank.
+        """Forward and backward of one batch: adds to the gradients and returns the loss, detached, the same on every
+        rank.
 
-        Inputs as the model's forward takes them (and what ``loss_fn`` needs): the global batch, the same on every rank, or
-        with ``local`` this rank's share of it, number ``data_rank`` of ``data_size``.
+        Inputs as the model's forward takes them (and what ``loss_fn`` needs): the global batch, the same on every
+        rank, or with ``local`` this rank's share of it, number ``data_rank`` of ``data_size``.
         """
         return self.engine.step(local=local, **self._bound(args, inputs))
 
@@ -107,7 +112,9 @@ class Parallel:
         """
         found = self.engine.forward(local=local, **self._bound(args, inputs))
         graph = self._traced.graph
-        values = {output.value: found["loss" if output.value == graph.loss else output.path] for output in graph.outputs}
+        values = {
+            output.value: found["loss" if output.value == graph.loss else output.path] for output in graph.outputs
+        }
         return self._traced.outputs(values)
 
     def _bound(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -115,7 +122,8 @@ class Parallel:
         return {self._names[path]: tensor for path, tensor in by_path.items()}
 
     def train(self, mode: bool = True) -> Parallel:
-        """Training mode, as :meth:`torch.nn.Module.train`. A program computes in the mode in which its model was traced."""
+        """Training mode, as :meth:`torch.nn.Module.train`. A program computes in the mode in which its model was
+        traced."""
         graph = self._traced.graph
         differing = mode_dependent_operators(graph) if mode != graph.training else ()
         if differing:
@@ -123,7 +131,7 @@ class Parallel:
             call = "model.eval()" if graph.training else "model.train()"
             raise InputError(
                 f"this program was made for {modes[0]} and {graph.model} computes other values in {modes[1]} "
-                f"({', '.join(differing[:3])}): parallelize the model after {call} for that, and load a checkpoint into it"
+                f"({', '.join(differing[:3])}): parallelize the model anew after {call}, and load a checkpoint there"
             )
         self.engine.train(mode)
         return self
@@ -152,7 +160,8 @@ class Parallel:
                 parameter.grad.zero_()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_`` over the whole model; returns the norm before, the same on every rank."""
+        """As ``torch.nn.utils.clip_grad_norm_`` over the whole model; returns the norm before, the same on every
+        rank."""
         return self.engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     # Checkpoints
@@ -169,7 +178,8 @@ class Parallel:
         return checkpoint.full_state_dict(self._slots(), self.engine.mesh, all_ranks=all_ranks)
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint of parameters, buffers and the optimizer's states that any plan on any number of ranks can load."""
+        """Write a checkpoint of parameters, buffers and the optimizer's states that any plan on any number of ranks
+        can load."""
         checkpoint.save(folder, self._slots(), self.engine.mesh, optimizer)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -207,11 +217,11 @@ class Parallel:
 def bind_inputs(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by path. One dict or ``(args, kwargs)``-like tuple of the example's own form is taken apart.
 
-    Raises :class:`InputError` for inputs that the example did not have, and for fixed ones (flags, None) with another value.
-    Shapes are not looked at.
+    Raises :class:`InputError` for inputs that the example did not have, and for fixed ones (flags, None) with another
+    value. Shapes are not looked at.
     """
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and _all_known(example, args[0]):
-        args, kwargs = (), args[0]
+        args, kwargs = [], dict(args[0])
     known = {leaf.path: leaf for leaf in example.leaves}
     found: dict[str, Tensor] = {}
     for path, value in _leaves(example, args, kwargs):
@@ -225,7 +235,9 @@ def bind_inputs(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]
                 raise InputError(f"input {path} is a {type(value).__name__}: give a tensor, as in the example inputs")
             found[path] = value
         elif isinstance(value, Tensor) or value != leaf.value:
-            raise InputError(f"input {path} is fixed at {leaf.value!r}, as in the example inputs; parallelize again for another value")
+            raise InputError(
+                f"input {path} is fixed at {leaf.value!r}, as in the example inputs: parallelize anew for another one"
+            )
     missing = [leaf.path for leaf in example.tensors if leaf.path not in found]
     if missing:
         raise InputError(f"missing inputs: {', '.join(missing)}; give all that the example inputs had")
@@ -251,7 +263,8 @@ def _leaves(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _join_group(device: torch.device | str | None) -> torch.device | None:
-    """Start the default process group where torchrun started us and nobody has; this rank's device, None to be chosen later."""
+    """Start the default process group where torchrun started us and nobody has; this rank's device, None to be chosen
+    later."""
     chosen = torch.device(device) if device is not None else None
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return chosen
@@ -322,8 +335,8 @@ class _Ranks:
         for rank, digest in enumerate(found):
             if digest != found[0]:
                 raise InputError(
-                    f"rank {rank} {otherwise} than rank 0 ({digest[:12]}, {found[0][:12]}): call parallelize() with the same "
-                    "model, example inputs and versions of autopar and torch in every process"
+                    f"rank {rank} {otherwise} than rank 0 ({digest[:12]}, {found[0][:12]}): call parallelize() with "
+                    "the same model, example inputs and versions of autopar and torch in every process"
                 )
 
 
@@ -362,12 +375,17 @@ def _plan(
     """The plan given, checked, or a new one for as many devices as there are ranks."""
     if given is not None:
         if options is not None or parallelism is not None:
-            raise InputError("plan= is given together with options= or parallelism=, which are for making a plan: give one of them")
+            raise InputError(
+                "plan= is given together with options= or parallelism=, which are for making a plan: give one of them"
+            )
         plan = given if isinstance(given, Plan) else Plan.load(given)
         check_fingerprint(plan, graph, "the plan given" if isinstance(given, Plan) else f"plan file {given}")
         _check_size("the plan", plan.num_devices, num_ranks)
         return plan
-    from autopar.planner import merged_options, plan_graph  # the solver is loaded by the rank that plans, for a plan only
+    from autopar.planner import (
+        merged_options,
+        plan_graph,
+    )  # the solver is loaded by the rank that plans, for a plan only
     from cost_models import Cluster
 
     if cluster is None:
@@ -401,7 +419,7 @@ def _take_over(engine: Engine, model: nn.Module, seed: int, ranks: _Ranks) -> No
         owner = at % ranks.size
         values: dict[str, Tensor] = {}
         if ranks.rank == owner and failure is None:
-            made, failure = _attempt(lambda path=path, names=names: initial_values(model, path, names, seed))  # type: ignore[misc]
+            made, failure = _attempt(partial(initial_values, model, path, names, seed))
             values = made or {}
         for name in names:
             full = f"{path}.{name}" if path else name
@@ -426,7 +444,7 @@ def _fill(engine: Engine, name: str, value: Tensor | None, owner: int, ranks: _R
 def _tensor(model: nn.Module, name: str) -> Tensor:
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
-    tensor = module._parameters.get(own)
+    tensor: Tensor | None = module._parameters.get(own)
     tensor = module._buffers.get(own) if tensor is None else tensor
     assert tensor is not None, f"the program has a slot {name} that the model does not"
     return tensor

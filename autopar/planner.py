@@ -253,20 +253,22 @@ def moment_bytes(costed: Costed, choices: Sequence[int]) -> float:
 
 
 def named_axes(stage: StagePlan, costed: Costed, assignment: Assignment) -> StagePlan:
-    """The stage with axes named for what most of the work does along them: ``data`` or ``tensor``."""
+    """The stage with axes named for what most of the work does along them: ``data``, ``tensor``, or ``replica`` where
+    every device does the same."""
     assert assignment.choices is not None
+    work = {"data": np.zeros(costed.mesh.num_axes), "tensor": np.zeros(costed.mesh.num_axes)}
+    for operator in costed.prepared.graph.operators:
+        table = costed.operator_table(operator.id)
+        choice = assignment.choices[costed.nodes[operator.id]]
+        for axis, chosen in enumerate(table.strategies[choice].axes):
+            if chosen.letter is not None:
+                work["data" if chosen.splits_batch else "tensor"][axis] += table.flops[choice]
     names: list[str] = []
     for axis in range(costed.mesh.num_axes):
-        batch = other = 0.0
-        for operator in costed.prepared.graph.operators:
-            table = costed.operator_table(operator.id)
-            choice = assignment.choices[costed.nodes[operator.id]]
-            work = float(table.flops[choice]) + 1e-9
-            chosen = table.strategies[choice].axes[axis]
-            if chosen.letter is not None:
-                batch, other = (batch + work, other) if chosen.splits_batch else (batch, other + work)
-        name = "data" if batch >= other else "tensor"
-        names.append(name if name not in names else f"{name}{sum(n.startswith(name) for n in names) + 1}")
+        most = max(work, key=lambda name: float(work[name][axis]))
+        name = most if work[most][axis] else "replica"
+        same = sum(other.rstrip("23456789") == name for other in names)
+        names.append(f"{name}{same + 1}" if same else name)
     return replace(stage, mesh=Mesh(costed.mesh.shape, tuple(names)))
 
 

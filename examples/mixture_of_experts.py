@@ -17,10 +17,10 @@ class Experts(nn.Module):
 
     def __init__(self, width: int, experts: int, capacity: int) -> None:
         super().__init__()
+        self.experts, self.capacity = experts, capacity
         self.gate = nn.Linear(width, experts, bias=False)
         self.up = nn.Parameter(torch.randn(experts, width, 4 * width) * width**-0.5)
         self.down = nn.Parameter(torch.randn(experts, 4 * width, width) * (4 * width) ** -0.5)
-        self.experts, self.capacity = experts, capacity
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, chosen = self.gate(x).softmax(-1).max(-1)
@@ -40,14 +40,11 @@ class Net(nn.Module):
     def __init__(self, vocabulary: int, width: int, layers: int, experts: int, capacity: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Experts(width, experts, capacity) for _ in range(layers))
+        self.layers = nn.Sequential(*(Experts(width, experts, capacity) for _ in range(layers)))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.head(self.layers(self.embed(ids))).flatten(0, 1), labels.flatten())
 
 
 def model(width=64, layers=2, experts=8, batch=8, sequence=32):

@@ -157,8 +157,11 @@ class Arrangement:
                     if home != STAGE:
                         self.bodies[home].outputs.setdefault(key)
         for body in self.bodies.values():
-            made = {value: at for at, op in enumerate(body.operators) for value in op.outputs if value}
-            body.outputs = dict.fromkeys(sorted(body.outputs, key=lambda key, made=made: (made.get(key[0], -1), key)))
+            copies: dict[str, list[Key]] = {}
+            for key in sorted(body.outputs):
+                copies.setdefault(key[0], []).append(key)
+            order = [value for operator in body.operators for value in operator.outputs]
+            body.outputs = dict.fromkeys(key for value in order for key in copies.get(value, ()))
 
     # -- which blocks are alike ------------------------------------------------------------------------------------
 
@@ -215,7 +218,8 @@ class Arrangement:
     @cached_property
     def names_of(self) -> dict[str, tuple[str, ...]]:
         """Module paths of parameters and buffers by value."""
-        return {source.value: source.names for source in (*self.graph.parameters, *self.graph.buffers)}
+        found = {parameter.value: parameter.names for parameter in self.graph.parameters}
+        return found | {buffer.value: buffer.names for buffer in self.graph.buffers}
 
     def _describe_source(self, value: str, path: str) -> Any:
         kind = self.graph.values[value].kind
@@ -300,9 +304,7 @@ def _schedule(wiring: Wiring, blocks: Sequence[Block]) -> tuple[list[Operator], 
         dissolved.add(stuck)
 
 
-def _try_schedule(
-    wiring: Wiring, blocks: Sequence[Block], dissolved: set[int]
-) -> tuple[list[Operator], int | None]:
+def _try_schedule(wiring: Wiring, blocks: Sequence[Block], dissolved: set[int]) -> tuple[list[Operator], int | None]:
     home = {name: at for at, block in enumerate(blocks) if at not in dissolved for name in block.operators}
     units: dict[Any, list[Operator]] = {}
     for operator in wiring.live:

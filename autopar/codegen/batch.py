@@ -8,9 +8,9 @@ of a dim made of several letters the first that is long enough carries the batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from autopar.graph import BatchLiteral, OpGraph, Operator
+from autopar.graph import BatchLiteral, Operator, OpGraph
 from autopar.layout import Layout, Shard
 from autopar.plans import Resolved
 from autopar.strategies.registry import signature_of
@@ -49,7 +49,6 @@ class BatchDims:
 
     def _follow(self, operator: Operator) -> None:
         following = [self.of(value) for value in operator.inputs]
-        literals = {item.value for item in _literals((operator.args, operator.kwargs))}
         signature = signature_of(operator, self.graph) if any(following) else None
         outputs = [value for value in operator.outputs if value]
         if signature is None:
@@ -64,7 +63,7 @@ class BatchDims:
             found = [{d for d in range(len(term)) if letters & _letters_at(term, d)} for term in signature.outputs]
         for value, dims in zip(outputs, found, strict=True):
             shape = self.graph.values[value].shape
-            dims |= {dim for dim, size in enumerate(shape) if size in literals}
+            dims |= _written_dims((operator.args, operator.kwargs), shape)
             self._dims.setdefault(value, set()).update(dims)
 
     def _letters(self, signature: Signature, following: list[frozenset[int]]) -> set[str]:
@@ -90,12 +89,15 @@ def _letters_at(term: Term, dim: int) -> set[str]:
     return {parts.letter} if isinstance(parts, Part) else {letter for letter in parts if isinstance(letter, str)}
 
 
-def _literals(tree: object) -> Iterator[BatchLiteral]:
+def _written_dims(tree: object, shape: tuple[int, ...]) -> set[int]:
+    """Dims of a result of ``shape`` that its arguments say follow the batch: by place in a tuple of sizes, else by size."""
     if isinstance(tree, BatchLiteral):
-        yield tree
-    elif isinstance(tree, tuple):
-        for item in tree:
-            yield from _literals(item)
+        return {dim for dim, size in enumerate(shape) if size == tree.value}
+    if not isinstance(tree, tuple):
+        return set()
+    if len(tree) == len(shape) and all(isinstance(item, (int, BatchLiteral)) for item in tree):
+        return {dim for dim, item in enumerate(tree) if isinstance(item, BatchLiteral)}
+    return {dim for item in tree for dim in _written_dims(item, shape)}
 
 
 def batch_multiple(graph: OpGraph, resolved: Resolved, dims: BatchDims) -> int | None:
@@ -104,7 +106,7 @@ def batch_multiple(graph: OpGraph, resolved: Resolved, dims: BatchDims) -> int |
         return None
     multiple = 1
     mesh_shape = resolved.stage.mesh.shape
-    for value, layout in _layouts(graph, resolved):
+    for value, layout in layouts_of(graph, resolved):
         for dim in dims.of(value):
             parts = _parts(layout, dim, mesh_shape)
             if parts is None or graph.values[value].shape[dim] % parts:
@@ -113,10 +115,9 @@ def batch_multiple(graph: OpGraph, resolved: Resolved, dims: BatchDims) -> int |
     return None if graph.batch_size % multiple else multiple
 
 
-def _layouts(graph: OpGraph, resolved: Resolved) -> Iterator[tuple[str, Layout]]:
-    """Every layout that a value is made or read in, repeated blocks once."""
-    sources: Mapping[str, Layout] = resolved.stage.sources
-    yield from ((entry.value, sources[entry.value]) for entry in graph.inputs)
+def layouts_of(graph: OpGraph, resolved: Resolved) -> Iterator[tuple[str, Layout]]:
+    """Every layout that a value is made or read in; of blocks of one variant those of one."""
+    yield from ((entry.value, resolved.layout(entry.value)) for entry in graph.inputs)
     seen: set[str] = set()
     for operator in graph.operators:
         plan_id = resolved.representative_operator(operator.id)

@@ -151,6 +151,15 @@ def _index_put(called: Called) -> str:
     return joined(f"{called.receiver}.index_put", [inside, called.names[-1], *accumulate])
 
 
+def _reversed_dims(called: Called) -> str:
+    count = len(called.input_shape())
+    return (
+        f"{called.receiver}.T"
+        if count == 2
+        else joined(f"{called.receiver}.permute", [str(d) for d in reversed(range(count))])
+    )
+
+
 def _fill(called: Called) -> str:
     if called.operator.target.endswith("Tensor"):
         return f"{atom(called.names[1])}.expand_as({called.names[0]}).to({atom(called.names[0])}.dtype)"
@@ -172,6 +181,7 @@ _SPECIAL: dict[str, Callable[[Called], str]] = {
     "aten.dropout.default": _dropout,
     "aten.index.Tensor": _index,
     "aten.index_put.default": _index_put,
+    "aten.numpy_T.default": _reversed_dims,
     "aten.fill.Scalar": _fill,
     "aten.fill.Tensor": _fill,
     "aten.copy.default": _copy,

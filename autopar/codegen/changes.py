@@ -22,7 +22,9 @@ def change_lines(
     current = change.source
     for step in steps(change.source, change.target):
         after = (*current[: step.axis], step.target, *current[step.axis + 1 :])
-        arguments = ", ".join([source, text.axis_text(mesh, step.axis), *_places(step, current, after, value, mesh, scope)])
+        arguments = ", ".join(
+            [source, text.axis_text(mesh, step.axis), *_places(step, current, after, value, mesh, scope)]
+        )
         code = f"{name} = {scope.runtime(step.name)}({arguments})"
         lines += text.line(code, indent, _comment(step, current, value, mesh, change.flows))
         source, current = name, after

@@ -145,7 +145,9 @@ class ClassWriter:
             "        super().__init__()",
             *lines,
             "",
-            *text.line(f"def forward({', '.join(['self', *arguments])}):", 4, self._argument_layouts(function, arguments)),
+            *text.line(
+                f"def forward({', '.join(['self', *arguments])}):", 4, self._argument_layouts(function, arguments)
+            ),
         ]
         return head, [*main, *text.line(f"return {self._results(function)}", _INDENT)]
 
@@ -158,7 +160,9 @@ class ClassWriter:
                 cuts = cuts_of(self.wiring.layout(entry.value), entry.batch_dim, self.scope)
                 parts = math.prod(self.mesh.shape[axis] for axis, _ in cuts)
                 times = f" * {parts}" if parts > 1 else ""
-                return text.line(f"{self.scope.batch} = {name}.shape[{entry.batch_dim}]{times}", _INDENT, "the global batch")
+                return text.line(
+                    f"{self.scope.batch} = {name}.shape[{entry.batch_dim}]{times}", _INDENT, "the global batch"
+                )
         raise AssertionError("a size follows the batch, and no input has one")
 
     def _results(self, function: Function) -> str:
@@ -330,7 +334,12 @@ def _tensor_text(numbers: Sequence[Any], shape: tuple[int, ...], kind: str) -> s
     if len(written) > 1 and len(set(written)) == 1:
         return f"torch.full({shape!r}, {written[0]}, {kind})"
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
-    if len(shape) == 1 and len(numbers) > 2 and whole and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+    if (
+        len(shape) == 1
+        and len(numbers) > 2
+        and whole
+        and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+    ):
         return f"torch.arange({numbers[0]}, {numbers[-1] + 1}, {kind})"
     return f"torch.tensor({_nested(written, shape)}, {kind})"
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.gradients import has_gradient
-from autopar.graph import OpGraph, Operator
+from autopar.graph import Operator, OpGraph
 from autopar.layout import REPLICATED, Layout
 from autopar.plans import ParameterPlan, Resolved
 from autopar.sharing import Reader, sharing_groups
 
-Key = tuple[str, str]  # a value's id, and which copy of it: "" as its operator leaves it, else the group it is converted for
+Key = tuple[
+    str, str
+]  # a value's id, and which copy of it: "" as its operator leaves it, else the group it is converted for
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ class Wiring:
                 self.reads[operator.id, index] = Read((value, ""), available, wanted[index])
                 continue
             target = self.resolved.shared(value, group)
-            assert target == wanted[index], f"{operator.id} wants input {index} in another layout than its group {group}"
+            assert target == wanted[index], (
+                f"{operator.id} wants input {index} in another layout than its group {group}"
+            )
             if available == target:
                 self.reads[operator.id, index] = Read((value, ""), target, target)
                 continue

@@ -74,7 +74,9 @@ class Function:
         computed = [s.operator for s in self.body.statements if isinstance(s, Compute)]
         self.modules = module_names(computed, self.path)
         self.inlined = self._choose_inlined()
-        self.statements = [s for s in self.body.statements if not (isinstance(s, Compute) and s.writes[0] in self.inlined)]
+        self.statements = [
+            s for s in self.body.statements if not (isinstance(s, Compute) and s.writes[0] in self.inlined)
+        ]
         self.last_read = self._last_reads()
         self.layouts = self._layouts()
         self.arguments: list[str] = []
@@ -101,9 +103,9 @@ class Function:
                     continue
                 if isinstance(statement, Update) and made is previous:
                     found[key] = made
-                if isinstance(statement, Compute) and _reads_well(made, statement, made is previous):
-                    if self._joins(made, statement, lengths):
-                        found[key] = made
+                reads_well = isinstance(statement, Compute) and _reads_well(made, statement, made is previous)
+                if reads_well and self._joins(made, statement, lengths):
+                    found[key] = made
             if isinstance(statement, Compute) and len(statement.writes) == 1 and not _returns_list(statement.operator):
                 before[statement.writes[0]] = statement
             if statement.writes and statement.writes[0] not in found:

@@ -1,8 +1,8 @@
 """Every collective that one training step of a program issues on the first device.
 
-Enters: a plan and its graph. Leaves: :class:`Entry` values. They follow the same :class:`~autopar.codegen.conversions.Wiring` as the
-program's text, so that they are what runs: changes of layout, what operators exchange themselves, parameters gathered and
-gradients reduced, the loss. Repeated blocks are counted, not written out.
+Enters: a plan and its graph. Leaves: :class:`Entry` values. They follow the same ``Wiring`` as the program's text, so that they
+are what runs: changes of layout, what operators exchange themselves, parameters gathered and gradients reduced, the
+loss. Repeated blocks are counted, not written out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class _Ledger:
             if entry.num_bytes:
                 counts[entry] += 1
         return [
-            Entry(entry.kind, entry.axis, entry.num_bytes, entry.phase, entry.what, count) for entry, count in counts.items()
+            Entry(entry.kind, entry.axis, entry.num_bytes, entry.phase, entry.what, count)
+            for entry, count in counts.items()
         ]
 
     def _all(self) -> Iterator[Entry]:
@@ -158,7 +159,9 @@ class _Ledger:
         value = parameter.value
         what = self.resolved.representative_value(value)
         plan = self.wiring.parameter(value)
-        readers = [(name, index) for name, index in self.graph.readers_of.get(value, ()) if (name, index) in self.wiring.reads]
+        readers = [
+            (name, index) for name, index in self.graph.readers_of.get(value, ()) if (name, index) in self.wiring.reads
+        ]
         trained = parameter.trainable and value in self.wiring.gradient
         described = self.graph.values[value]
         current = tuple(REPLICATED if state == SUMMED_GRADIENT else state for state in plan.storage)
@@ -190,5 +193,7 @@ class _Ledger:
             return True
         storage = self.graph.values[operator.inputs[index]].storage
         views = [value for value in operator.outputs if value and self.graph.values[value].storage == storage]
-        readers = [reader for view in views for reader in self.graph.readers_of.get(view, ()) if reader in self.wiring.reads]
+        readers = [
+            reader for view in views for reader in self.graph.readers_of.get(view, ()) if reader in self.wiring.reads
+        ]
         return any(self._keeps(*reader) for reader in readers)

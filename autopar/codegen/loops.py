@@ -91,9 +91,7 @@ def _loop(function: Function, at: int, statement: Run, bodies: list[Body]) -> li
     return lines + function.free(dying)
 
 
-def _chain_variables(
-    function: Function, at: int, statement: Run, first: Body
-) -> tuple[dict[int, str], list[str]]:
+def _chain_variables(function: Function, at: int, statement: Run, first: Body) -> tuple[dict[int, str], list[str]]:
     """The variable of each result that the next block reads, and lines that give it its first value."""
     variables: dict[int, str] = {}
     before: list[str] = []

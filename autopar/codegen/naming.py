@@ -1,7 +1,7 @@
 """Names of variables and attributes: from the model's module paths, and from what an operator does.
 
-A value that leaves its module carries the module's name (``c_attn``); what attention reads is ``q``, ``k``, ``v``, ``mask``; what
-happens to a value on the way keeps its name; the rest is named for the operator.
+A value that leaves its module carries the module's name (``c_attn``); what attention reads is ``q``, ``k``, ``v``, ``mask``;
+what happens to a value on the way keeps its name; the rest is named for the operator.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import keyword
 import re
 from collections.abc import Iterable
 
-from autopar.graph import OpGraph, Operator
+from autopar.graph import Operator, OpGraph
 
 VIEWS = frozenset(
-    "view reshape _unsafe_view transpose permute unsqueeze squeeze expand expand_as contiguous t flatten unflatten slice select "
-    "detach alias to _to_copy type_as clone movedim swapaxes narrow view_as reshape_as mT numpy_T".split()
+    "view reshape _unsafe_view transpose permute unsqueeze squeeze expand expand_as contiguous t flatten unflatten slice "
+    "select detach alias to _to_copy type_as clone movedim swapaxes narrow view_as reshape_as mT numpy_T".split()
 )
 IN_PLACE_OF = frozenset(
     "add sub mul div neg pow relu gelu silu sigmoid tanh dropout softmax _softmax masked_fill clamp exp where rsub".split()
@@ -25,7 +25,8 @@ _KINDS = {
     "scaled_dot_product_attention": "attention", "cross_entropy_loss": "loss", "full": "filled", "full_like": "filled",
     "eq": "mask", "ne": "mask", "lt": "mask", "le": "mask", "gt": "mask", "ge": "mask", "logical_and": "mask",
     "logical_or": "mask", "logical_not": "mask", "bitwise_and": "mask", "bitwise_or": "mask", "bitwise_not": "mask",
-    "arange": "positions", "linear": "projected", "matmul": "product", "bmm": "product", "mm": "product", "add": "total",
+    "arange": "positions",
+    "linear": "projected", "addmm": "projected", "matmul": "product", "bmm": "product", "mm": "product", "add": "total",
     "mul": "scaled", "sub": "difference", "div": "quotient", "cat": "joined", "stack": "stacked", "slice": "part",
     "select": "part", "split": "parts", "chunk": "parts", "embedding": "embedded", "layer_norm": "normed", "pad": "padded",
     "zeros": "zeros", "ones": "ones", "new_zeros": "zeros", "zeros_like": "zeros", "ones_like": "ones", "view": "h",

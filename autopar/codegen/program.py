@@ -38,24 +38,28 @@ def generate(plan: Plan, graph: OpGraph) -> str:
             break
         reserved |= taken  # a variable must not hide a name of the module: write again without these names
     trailer = _trailer(plan, arrangement, scope, dims, None if scope.fixed_batch else multiple)
-    return "\n".join([*_header(plan, graph, scope), *classes, "", "", *trailer]) + "\n"
+    return "\n".join([*_header(plan, graph, scope, dims), *classes, "", "", *trailer]) + "\n"
 
 
-def _header(plan: Plan, graph: OpGraph, scope: Scope) -> list[str]:
+def _header(plan: Plan, graph: OpGraph, scope: Scope, dims: BatchDims) -> list[str]:
     mesh = plan.stages[0].mesh
-    lines = [*docstring(plan, graph)]
+    lines = [*docstring(plan, graph, dims)]
     lines += ["import torch"]
     if scope.uses_functional:
         lines.append("import torch.nn.functional as F")
     lines += ["from torch import nn", ""]
-    lines += _imports(sorted({"Input", "Mesh", "Output", *scope.runtime_names}, key=lambda name: (name[0].islower(), name)))
+    lines += _imports(
+        sorted({"Input", "Mesh", "Output", *scope.runtime_names}, key=lambda name: (name[0].islower(), name))
+    )
     lines += ["", f"mesh = {_mesh_text(mesh)}", *scope.constants()]
     return lines
 
 
 def _imports(names: list[str]) -> list[str]:
     short = f"from autopar.runtime import {', '.join(names)}"
-    return [short] if len(short) <= text.LINE_LENGTH else text.line(f"from autopar.runtime import ({', '.join(names)})", 0)
+    return (
+        [short] if len(short) <= text.LINE_LENGTH else text.line(f"from autopar.runtime import ({', '.join(names)})", 0)
+    )
 
 
 def _mesh_text(mesh: Mesh) -> str:
@@ -63,9 +67,7 @@ def _mesh_text(mesh: Mesh) -> str:
     return f"Mesh({', '.join(sizes)})"
 
 
-def _trailer(
-    plan: Plan, arrangement: Arrangement, scope: Scope, dims: BatchDims, multiple: int | None
-) -> list[str]:
+def _trailer(plan: Plan, arrangement: Arrangement, scope: Scope, dims: BatchDims, multiple: int | None) -> list[str]:
     graph = arrangement.graph
     lines = _table("INPUTS", input_lines(arrangement))
     lines += _table("OUTPUTS", output_lines(arrangement, dims))
@@ -76,10 +78,13 @@ def _trailer(
 
 
 def _table(name: str, rows: list[str]) -> list[str]:
-    return [f"{name} = (", *(line for row in rows for line in text.line(f"{row},", 4)), ")"] if rows else [f"{name} = ()"]
+    return (
+        [f"{name} = (", *(line for row in rows for line in text.line(f"{row},", 4)), ")"] if rows else [f"{name} = ()"]
+    )
 
 
 def input_lines(arrangement: Arrangement) -> list[str]:
+    """One ``Input(...)`` for each input of the graph, in order."""
     graph = arrangement.graph
     rows = []
     for entry, name in zip(graph.inputs, input_names(graph), strict=True):
@@ -105,4 +110,3 @@ def output_lines(arrangement: Arrangement, dims: BatchDims) -> list[str]:
         written = "" if batch is None else f", batch_dim={batch}"
         rows.append(f"Output({text.quoted(output.path)}, {value.shape!r}, {text.quoted(text.words(layout))}{written})")
     return rows
-

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.codegen.called import Called, joined
-from autopar.codegen.local_sizes import even_size, part_cuts, ratio_text, size_text
+from autopar.codegen.local_sizes import even_size, may_be_empty, part_cuts, ratio_text, size_text
 from autopar.graph import BatchLiteral
 from autopar.strategies.pieces import slice_start
+from autopar.strategies.signatures import dims_argument
 
 
 def view_sizes(call: Called, literals: Sequence[Any], dims: Sequence[int]) -> list[str]:
@@ -21,10 +22,9 @@ def view_sizes(call: Called, literals: Sequence[Any], dims: Sequence[int]) -> li
     left_open = [dim for dim, literal in zip(dims, literals, strict=True) if literal == -1]
     shape = call.output_shape()
     uneven = [dim for dim in dims if even_size(shape[dim], call.output_cuts(dim), call.scope) is None]
-    if 0 in shape:
-        open_dim = None
-    else:
-        open_dim = next(iter([*following, *left_open, *uneven]), None)
+    open_dim = next(iter([*following, *left_open, *uneven]), None)
+    if any(may_be_empty(shape[dim], call.output_cuts(dim), call.scope) for dim in range(len(shape)) if dim != open_dim):
+        open_dim = None  # torch cannot tell the size of a dim beside an empty one
     found = []
     for dim, literal in zip(dims, literals, strict=True):
         cuts = call.output_cuts(dim)
@@ -123,6 +123,15 @@ def _split(call: Called) -> str:
         return joined(f"{call.receiver}.{name}", [call.literal(literal), *end])
     texts = [size_text(size, call.output_cuts(place, index), call.scope) for index, size in enumerate(sizes)]
     return joined(f"{call.receiver}.split", [f"({', '.join(texts)})", *end])
+
+
+def _squeeze(call: Called) -> str:
+    """The dims by number: a dim of the whole tensor may well have size 1 here."""
+    shape = call.input_shape()
+    dims = [dim for dim in dims_argument(call.given(1, "dim"), len(shape)) if shape[dim] == 1]
+    if not dims:
+        return call.names[0]
+    return joined(f"{call.receiver}.squeeze", [str(dims[0]) if len(dims) == 1 else str(tuple(dims))])
 
 
 def at_dim(call: Called, dim: int, inside: str) -> str:
@@ -259,6 +268,7 @@ SIZED: dict[str, Callable[[Called], str]] = {
     "aten.tile.default": _repeat,
     "aten.repeat_interleave.self_int": _repeat_interleave,
     **{f"aten.{name}": _split for name in ("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default")},
+    **{f"aten.squeeze.{overload}": _squeeze for overload in ("default", "dim", "dims")},
     "aten.slice.Tensor": _slice,
     "aten.narrow.default": _narrow,
     "aten.select.int": _select,

@@ -29,7 +29,6 @@ PREFIX = {"aten.neg.default": "-", "aten.bitwise_not.default": "~"}
 SAME = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
 
 PROPERTIES = {
-    "aten.numpy_T.default": "T",
     "aten.mT.default": "mT",
     "aten.real.default": "real",
     "aten.imag.default": "imag",
@@ -69,9 +68,6 @@ dropout_p = 0.0, is_causal = False, *, scale = None, enable_gqa = False)
 aten.transpose.int .transpose(dim0, dim1)
 aten.permute.default .permute(*dims)
 aten.unsqueeze.default .unsqueeze(dim)
-aten.squeeze.default .squeeze()
-aten.squeeze.dim .squeeze(dim)
-aten.squeeze.dims .squeeze(dim)
 aten.flatten.using_ints .flatten(start_dim = 0, end_dim = -1)
 aten.movedim.int .movedim(source, destination)
 aten.movedim.intlist .movedim(source, destination)
@@ -87,7 +83,7 @@ aten.concat.default torch.cat(tensors, dim = 0)
 aten.concatenate.default torch.cat(tensors, dim = 0)
 aten.stack.default torch.stack(tensors, dim = 0)
 aten.pad.default F.pad(input, pad, mode = 'constant', value = None)
-aten.constant_pad_nd.default F.pad(input, pad, value = 0)
+aten.constant_pad_nd.default F.pad(input, pad, *, value = 0)
 aten.roll.default .roll(shifts, dims = ())
 aten.flip.default .flip(dims)
 aten.diff.default .diff(n = 1, dim = -1, prepend = None, append = None)

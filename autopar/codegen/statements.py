@@ -1,7 +1,7 @@
 """What one forward function does, as a list of statements: operators, changes of layout, fetches, updates, calls of blocks.
 
-Enters: an :class:`~autopar.codegen.arrange.Arrangement` and a place. Leaves: statements that say which copies of which values they
-read and make; the text is :mod:`autopar.codegen.function`'s.
+Enters: an :class:`~autopar.codegen.arrange.Arrangement` and a place. Leaves: statements that say which copies of which
+values they read and make; the text is :mod:`autopar.codegen.function`'s.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def function_body(arrangement: Arrangement, place: int) -> FunctionBody:
         found += list(maker.whole_loss())
     else:
         inputs, returns = tuple(body.inputs), tuple(body.outputs)
-    return FunctionBody(tuple(_with_sources(arrangement, place, _without_unread(found, returns), returns)), inputs, returns)
+    return FunctionBody(
+        tuple(_with_sources(arrangement, place, _without_unread(found, returns), returns)), inputs, returns
+    )
 
 
 def _stage_returns(arrangement: Arrangement) -> tuple[Key, ...]:
@@ -178,7 +180,9 @@ class _Maker:
         loss = self.arrangement.graph.loss
         if loss is not None and self.wiring.program_read(loss).converts:
             read = self.wiring.program_read(loss)
-            yield Change((read.key,), (loss_key(self.arrangement),), read.source, read.target, loss in self.wiring.gradient)
+            yield Change(
+                (read.key,), (loss_key(self.arrangement),), read.source, read.target, loss in self.wiring.gradient
+            )
 
 
 def _without_unread(found: list[Statement], returns: tuple[Key, ...]) -> list[Statement]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from autopar import __version__
 from autopar.codegen import text
+from autopar.codegen.batch import BatchDims, layouts_of
 from autopar.graph import OpGraph
 from autopar.layout import Layout, Shard
-from autopar.plans import Plan, StagePlan
+from autopar.plans import Plan, Resolved, StagePlan
 
 
-
-
-def docstring(plan: Plan, graph: OpGraph) -> list[str]:
+def docstring(plan: Plan, graph: OpGraph, dims: BatchDims) -> list[str]:
     """The lines of the module's docstring."""
     stage = plan.stages[0]
-    first = f'"""{graph.model} on {stage.mesh}. Written by autopar {__version__} from plan {plan.fingerprint[:12]}; edits will be overwritten.'
-    axes = [line for axis in range(stage.mesh.num_axes) for line in _axis(stage, graph, axis)]
+    written = f"Written by autopar {__version__} from plan {plan.fingerprint[:12]}; edits will be overwritten."
+    first = f'"""{graph.model} on {stage.mesh}. {written}'
+    axes = [line for axis in range(stage.mesh.num_axes) for line in _axis(stage, graph, dims, axis)]
     if not axes:
         return [f'{first}"""']
     words = [
@@ -26,29 +26,24 @@ def docstring(plan: Plan, graph: OpGraph) -> list[str]:
     return [first, "", *axes, *words, '"""', ""]
 
 
-def _axis(stage: StagePlan, graph: OpGraph, axis: int) -> list[str]:
+def _axis(stage: StagePlan, graph: OpGraph, dims: BatchDims, axis: int) -> list[str]:
     size, name = stage.mesh.shape[axis], stage.mesh.names[axis]
     if size == 1:
         return []
     does = []
-    if any(_cuts(stage.sources.get(entry.value, ()), axis, entry.batch_dim) for entry in graph.inputs):
+    layouts = list(layouts_of(graph, Resolved(stage, graph)))
+    if any(_cuts(layout, axis, dim) for value, layout in layouts for dim in dims.of(value)):
         does.append("splits the batch")
-    parameters = [(parameter.value, stage.parameters.get(parameter.value)) for parameter in graph.parameters]
-    known = [(value, plan) for value, plan in parameters if plan is not None]
+    named = ((parameter.value, stage.parameters.get(parameter.value)) for parameter in graph.parameters)
+    known = [(value, plan) for value, plan in named if plan is not None]
     split = [value for value, plan in known if _cuts(plan.use, axis)]
     if split:
         share = sum(graph.values[v].num_bytes for v in split) / sum(graph.values[v].num_bytes for v, _ in known)
         does.append(f"splits operators along dims of their parameters ({100 * share:.0f}% of the parameters' bytes)")
-    for level in (1, 2, 3):
-        if any(plan.zero == level and _cuts(plan.storage, axis) and not _cuts(plan.use, axis) for _, plan in known):
-            does.append(f"keeps parameters sharded between steps (ZeRO-{level})")
-    others = {
-        plan.label.split(" ")[axis].split("[")[0]
-        for plan in stage.operators.values()
-        if len(plan.label.split(" ")) == stage.mesh.num_axes
-    } - {"R", "G", "P", ""}
-    if not does and others:
-        does.append(f"splits activations along {', '.join(sorted(others))}")
+    resting = {plan.zero for _, plan in known if _cuts(plan.storage, axis) and not _cuts(plan.use, axis)}
+    does += [f"keeps parameters sharded between steps (ZeRO-{level})" for level in sorted(resting)]
+    if not does and any(_cuts(layout, axis) for _, layout in layouts):
+        does.append("splits activations")
     return text.line(f"{name}={size}: {'; '.join(does) or 'all devices do the same'}.", 0)
 
 

@@ -135,4 +135,4 @@ def _pieces(inside: str) -> list[str]:
             found.append(inside[start:at].strip())
             start = at + 1
     rest = inside[start:].strip()
-    return found + [rest] if rest else found
+    return [*found, rest] if rest else found

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.costing.conversions import Conversions, FloatArray
 from autopar.costing.operators import LayoutColumn, Role
 from autopar.graph import ITEM_BYTES, Value
-from autopar.layout import REPLICATED, SUMMED_GRADIENT, Cut, Layout, Shard
+from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Layout, Shard
 from autopar.reshard import steps
 from cost_models import optimizer_state_bytes
 
@@ -61,7 +61,7 @@ def parameter_table(
     optimizer: str,
 ) -> ParameterTable:
     """All ways to keep the parameter ``value`` whose readers want the layouts ``wanted``."""
-    uses = dict.fromkeys(layout for layout in wanted if all(str(state) != "P" for state in layout))
+    uses = dict.fromkeys(tuple(REPLICATED if state == PARTIAL else state for state in layout) for layout in wanted)
     uses.setdefault((REPLICATED,) * conversions.mesh.num_axes)
     choices = []
     for use in uses:

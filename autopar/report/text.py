@@ -5,6 +5,7 @@ Enters: what ``plan.report()`` returns (or the saved report, without timings). L
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -71,12 +72,14 @@ def _blocks(report: Report) -> Iterable[str]:
             variants = block["num_variants"]
             alike = "all alike" if variants == 1 else f"{variants} variants"
             yield f"  {block['group']}: {block['num_blocks']} blocks, {alike}"
+    heavy = [operator for operator in report["operators"] if operator["kind"] in ("matmul", "attention")]
+    calls = Counter((operator["module"], operator["target"]) for operator in heavy)
     rows = []
-    for operator in report["operators"]:
-        if operator["kind"] in ("matmul", "attention"):
-            times = f"{operator['occurrences']} x" if operator["occurrences"] > 1 else ""
-            splits = ", ".join(f"{axis}: {words}" for axis, words in operator["splits"].items())
-            rows.append((times, operator["module"], operator["target"].split(".")[1], splits))
+    for operator in heavy:
+        times = f"{operator['occurrences']} x" if operator["occurrences"] > 1 else ""
+        splits = ", ".join(f"{axis}: {words}" for axis, words in operator["splits"].items())
+        line = operator["source"] if calls[operator["module"], operator["target"]] > 1 else ""
+        rows.append((times, operator["module"], operator["target"].split(".")[1], splits, line.rpartition("/")[2]))
     yield from _shortened(rows, "operators")
 
 
@@ -84,7 +87,7 @@ def _parameters(report: Report) -> Iterable[str]:
     """How many bytes of parameters rest in which way."""
     kinds: dict[tuple[str, str, str], tuple[int, float]] = {}
     for entry in report["parameters"]:
-        where = "frozen" if not entry["trainable"] else "replicated" if not entry["zero"] else f"ZeRO-{entry['zero']}"
+        where = "frozen" if not entry["trainable"] else f"ZeRO-{entry['zero']}" if entry["zero"] else ""
         key = (_plain(entry["use"]), _plain(entry["storage"]), where)
         count, size = kinds.get(key, (0, 0.0))
         kinds[key] = (count + entry["occurrences"], size + entry["parameter_bytes"] * entry["occurrences"])
@@ -166,7 +169,7 @@ def _search(report: Report) -> Iterable[str]:
 
 
 def _compared(other: Mapping[str, Any]) -> tuple[str, str, str]:
-    ratio = "-" if other["ratio"] is None else f"{other['ratio']:.3g} x this plan"
+    ratio = "-" if other["ratio"] is None else f"{other['ratio']:.3f} x this plan"
     if other["fits"]:
         fits = f"fits in {bytes_text(other['peak_bytes'])}"
     elif other["missing_bytes"]:

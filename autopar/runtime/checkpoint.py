@@ -1,9 +1,9 @@
 """Saving and loading with torch.distributed.checkpoint (DCP), from any plan to any other plan on any number of ranks.
 
-A DTensor cannot say where the pieces of a fused or unevenly nested dim lie, and DCP would write them to wrong places without
-an error. So DCP is given a :class:`Piece` for every tensor: something of the whole's shape of which this rank has the
-rectangles that its slot lists (:meth:`ParameterSlot.chunks`). DCP writes a rectangle that many ranks have once, and when
-loading copies what overlaps. The folder is an ordinary DCP checkpoint:
+A DTensor cannot say where the pieces of a fused or unevenly nested dim lie, and DCP would write them to wrong places
+without an error. So DCP is given a :class:`Piece` for every tensor: something of the whole's shape of which this rank
+has the rectangles that its slot lists (:meth:`ParameterSlot.chunks`). DCP writes a rectangle that many ranks have
+once, and when loading copies what overlaps. The folder is an ordinary DCP checkpoint:
 
 ===========================================  ======================================================================
 key                                          what
@@ -13,7 +13,8 @@ key                                          what
 ``optimizer.groups``                         the optimizer's class and the options and parameter names of its groups
 ===========================================  ======================================================================
 
-A checkpoint is written aside and moved into its folder when it is complete; ``.metadata`` arrives last and marks the end.
+A checkpoint is written aside and moved into its folder when it is complete; ``.metadata`` arrives last and marks the
+end.
 """
 
 from __future__ import annotations
@@ -91,10 +92,12 @@ class Piece(Tensor):
         raise ProgramError(f"{index.fqn} has no rectangle at {index.offset} on this rank")
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise ProgramError(f"{func} of a piece of a state dict: it is for torch.distributed.checkpoint only")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Piece(shape={tuple(self.shape)}, dtype={self.dtype}, rectangles={[c.offsets for c in self.chunks]})"
 
 
@@ -126,8 +129,8 @@ def _saved(slots: Sequence[Slot]) -> Iterator[Slot]:
 def full_state_dict(slots: Sequence[Slot], mesh: Mesh, *, all_ranks: bool = False) -> dict[str, Tensor]:
     """Whole tensors on the CPU under all of the model's own names, as ``model.load_state_dict`` wants them.
 
-    On rank 0 only, other ranks get an empty dict, unless ``all_ranks``. All ranks must call this together. One tensor at
-    a time is whole on the ranks' devices.
+    On rank 0 only, other ranks get an empty dict, unless ``all_ranks``. All ranks must call this together. One tensor
+    at a time is whole on the ranks' devices.
     """
     found: dict[str, Tensor] = {}
     for slot in slots:
@@ -159,10 +162,11 @@ def whole_tensor(slot: Slot, mesh: Mesh, tensor: Tensor | None = None) -> Tensor
 
 
 def save(folder: str | Path, slots: Sequence[Slot], mesh: Mesh, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write parameters, persistent buffers and, if given, the optimizer's states to ``folder``. All ranks call this together.
+    """Write parameters, persistent buffers and, if given, the optimizer's states to ``folder``. All ranks call this
+    together.
 
-    A checkpoint that is there already is replaced once the new one is complete; other files in the folder are left alone.
-    Raises :class:`ProgramError` on every rank when one of them fails.
+    A checkpoint that is there already is replaced once the new one is complete; other files in the folder are left
+    alone. Raises :class:`ProgramError` on every rank when one of them fails.
     """
     folder = Path(folder)
     content: dict[str, Any] = dict(state_dict(slots))
@@ -220,7 +224,8 @@ def _optimizer_content(slots: Sequence[Slot], optimizer: torch.optim.Optimizer) 
 
 
 def _state_content(slot: ParameterSlot, name: str, value: Any) -> Any:
-    """A state as DCP takes it: a piece where it has the parameter's shape, else the value itself, equal on all ranks."""
+    """A state as DCP takes it: a piece where it has the parameter's shape, else the value itself, equal on all
+    ranks."""
     if not isinstance(value, Tensor):
         return value
     if value.shape == slot.shape and slot.shape:
@@ -228,8 +233,9 @@ def _state_content(slot: ParameterSlot, name: str, value: Any) -> Any:
     if value.dim() == 0:
         return local_of(value)
     raise ProgramError(
-        f"the optimizer's state {name!r} of {slot.name} has the shape {tuple(value.shape)}, the parameter {tuple(slot.shape)}: "
-        "only states of the parameter's shape and scalars can be saved from shards; use an optimizer that works element by element"
+        f"the optimizer's state {name!r} of {slot.name} has the shape {tuple(value.shape)}, the parameter "
+        f"{tuple(slot.shape)}: only scalars and states of the parameter's shape can be put together from shards; "
+        "use an optimizer that works element by element, such as AdamW"
     )
 
 
@@ -259,7 +265,7 @@ def load(folder: str | Path, slots: Sequence[Slot], mesh: Mesh, optimizer: torch
     problem, content, states = None, {}, _States({}, [])
     try:
         metadata = _read_metadata(folder)
-        content = {_key_of(slot, metadata, folder): _piece(slot) for slot in _matching(slots, metadata, folder)}
+        content = {key: _piece(slot) for key, slot in _keys(slots, metadata, folder).items()}
         if optimizer is not None:
             states = _wanted_states(slots, optimizer, metadata, folder)
             content |= states.content
@@ -292,39 +298,36 @@ def _read_metadata(folder: Path) -> Metadata:
         ) from error
 
 
-def _key_of(slot: Slot, metadata: Metadata, folder: Path) -> str:
-    """The key of the slot in the checkpoint: its name, or one of its other names where another tied name was shown."""
-    for name in (slot.name, *slot.aliases):
-        if name in metadata.state_dict_metadata:
-            return name
-    raise ProgramError(f"the checkpoint in {folder} does not have {slot.name}")
+def _keys(slots: Sequence[Slot], metadata: Metadata, folder: Path) -> dict[str, Slot]:
+    """The slots to load by their keys: their names, or another of their names where another tied one was saved.
 
-
-def _matching(slots: Sequence[Slot], metadata: Metadata, folder: Path) -> list[Slot]:
-    """The slots to load; an error lists all that the checkpoint lacks or has in another shape."""
-    wanted = list(_saved(slots))
-    names = {
-        slot: next((n for n in (slot.name, *slot.aliases) if n in metadata.state_dict_metadata), None)
-        for slot in wanted
-    }
-    missing = [slot.name for slot, name in names.items() if name is None]
-    if missing:
-        there = [key for key in metadata.state_dict_metadata if not key.startswith("optimizer.")]
-        raise ProgramError(
-            f"the checkpoint in {folder} lacks {_listed(missing)} of this model's {len(wanted)} tensors; it has "
-            f"{_listed(there)}: load it into the model that it was saved from"
-        )
-    differing = []
-    for slot, name in names.items():
-        entry = metadata.state_dict_metadata[name or ""]
-        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != tuple(slot.shape):
-            size = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
+    An error lists all that the checkpoint lacks, or has in another shape.
+    """
+    entries = metadata.state_dict_metadata
+    found: dict[str, Slot] = {}
+    missing, differing = [], []
+    for slot in _saved(slots):
+        key = next((name for name in (slot.name, *slot.aliases) if name in entries), None)
+        if key is None:
+            missing.append(slot.name)
+            continue
+        found[key] = slot
+        entry = entries[key]
+        size = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
+        if size != tuple(slot.shape):
             differing.append(f"{slot.name} {size} there, {tuple(slot.shape)} here")
+    if missing:
+        there = [key for key in entries if not key.startswith("optimizer.")]
+        raise ProgramError(
+            f"the checkpoint in {folder} lacks {_listed(missing)} of this model's {len(found) + len(missing)} tensors; "
+            f"it has {_listed(there)}: load it into the model that it was saved from"
+        )
     if differing:
         raise ProgramError(
-            f"the checkpoint in {folder} has tensors of other shapes: {_listed(differing)}: load it into a model of the same sizes"
+            f"the checkpoint in {folder} has tensors of other shapes ({_listed(differing)}): load it into a model of the "
+            "same sizes"
         )
-    return wanted
+    return found
 
 
 class _States:
@@ -378,7 +381,7 @@ def _state_target(
     if isinstance(present, Tensor) and tuple(present.shape) == size:
         return present
     dtype = entry.properties.dtype
-    if not size:
+    if not size and (slot.shape or key.endswith(".step")):
         return torch.zeros((), dtype=dtype, device=slot.local.device if on_device else "cpu")
     saved_parameter = next((entries[name] for name in (slot.name, *slot.aliases) if name in entries), None)
     if saved_parameter is not None and dtype == saved_parameter.properties.dtype:

@@ -2,7 +2,7 @@
 
 :func:`gathered` makes the whole tensor. While :meth:`Gathers.saving` is active, autograd keeps a handle in place of each
 saved tensor that lies in the memory of a gathered parameter; when backward asks for it, the parameter is gathered again
-and kept until the gradient of that use has been reduced.
+and kept until the gradient of that use has been reduced. Under ``torch.compile`` each gather breaks the graph.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ class Gathers:
     def _pack(self, saved: Tensor) -> Tensor | Handle:
         if not self._alive or type(saved) not in (Tensor, torch.nn.Parameter):
             return saved
-        storage = saved.untyped_storage()
-        entry = self._alive.get(StorageWeakRef(storage).cdata)
+        entry = self._alive.get(saved.untyped_storage()._cdata)
         if entry is None or entry[0].expired() or saved.dtype != entry[1].shard.dtype:
             return saved
         entry[1].num_saved += 1
@@ -106,6 +105,12 @@ class _Gathered(torch.autograd.Function):
 
 def gathered(shard: Tensor, join: Whole, fold: Whole, gathers: Gathers) -> Tensor:
     """``join(shard)``, whose gradient is ``fold`` of the whole one's; the whole tensor is not kept for backward."""
+    # Autograd's handles are no business of a compiled graph.
+    whole: Tensor = torch.compiler.disable(_gather)(shard, join, fold, gathers)
+    return whole
+
+
+def _gather(shard: Tensor, join: Whole, fold: Whole, gathers: Gathers) -> Tensor:
     use = Use(shard.detach(), join)
     whole: Tensor = _Gathered.apply(shard, use, fold)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled():

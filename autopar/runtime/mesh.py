@@ -91,8 +91,6 @@ class Mesh:
         for name, size in sizes.items():
             if size < 1:
                 raise ProgramError(f"every axis of a mesh has at least one rank: {name}={size}")
-            if hasattr(type(self), name):
-                raise ProgramError(f"a mesh axis cannot be called {name!r}")
         self.axes = tuple(Axis(self, name, index, size) for index, (name, size) in enumerate(sizes.items()))
         self.num_ranks = math.prod(sizes.values())
         self.ledger: Ledger | None = None
@@ -100,7 +98,11 @@ class Mesh:
         self.is_bound = False
         self._device_mesh: DeviceMesh | None = None
         for axis in self.axes:
-            self.__dict__.setdefault(axis.name, axis)
+            if axis.name in self.__dict__ or hasattr(type(self), axis.name):
+                raise ProgramError(
+                    f"a mesh axis cannot be called {axis.name!r}: the mesh has something else of that name"
+                )
+            self.__dict__[axis.name] = axis
 
     def __getattr__(self, name: str) -> Axis:
         # Reached only for what is not there: axes are ordinary attributes.

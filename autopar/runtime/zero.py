@@ -82,7 +82,7 @@ def _gather(slots: list[ParameterSlot]) -> None:
     """One all-gather of the shards of all ``slots``, which lie along the same axis."""
     padded = []
     for slot in slots:
-        axis, dim, pieces = slot.one_gather()
+        _, dim, pieces = slot.one_gather()
         padded.append(pad(slot.local, dim, pieces.largest))
     flat = torch.cat([shard.reshape(-1) for shard in padded]) if len(padded) > 1 else padded[0].reshape(-1)
     gathered = collectives.all_gather(flat, slots[0].one_gather()[0])

@@ -40,9 +40,8 @@ def solve(
     `limits` bound the work of elimination, `time_limit_seconds` is a clock on top, whose result may vary.
     Raises InputError for a malformed problem; that nothing fits is no error, read `Assignment.status`.
     """
-    chosen = limits or Limits(time_limit_seconds=time_limit_seconds)
     if method in ("auto", "elimination"):
-        return solve_elimination(problem, chosen)
+        return solve_elimination(problem, limits or Limits(), time_limit_seconds)
     if method == "exhaustive":
         return solve_exhaustive(problem)
     if method == "ilp":

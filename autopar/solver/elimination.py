@@ -78,6 +78,10 @@ class _Graph:
             self.of_variable.setdefault(variable, {})[self.added] = None
         self.added += 1
 
+    def place(self, table: int, scope: tuple[int, ...]) -> None:
+        """Add a table that lacks the dims of variables with one choice."""
+        self.add(table, tuple(variable for variable in scope if self.sizes[variable] > 1))
+
     def neighbours(self, variable: int) -> set[int]:
         found = {other for number in self.of_variable.get(variable, ()) for other in self.factors[number][1]}
         found.discard(variable)
@@ -152,21 +156,33 @@ class Program:
     scalars: tuple[int, ...]
     copies: tuple[Copies, ...]
     origins: dict[int, int]
-    unary: dict[int, list[int]]
+    unary: dict[int, int]
+    first: IntArray
 
     @property
     def work(self) -> int:
         """Numbers touched in one evaluation."""
         return sum(op.work for op in self.recorder.ops)
 
-    @property
-    def exact(self) -> bool:
-        """Whether no variable is split."""
-        return not self.copies
-
     def domain(self, node: int) -> IntArray:
         """The choices of a node that are left, as indices into the problem's."""
         return self.domains[self.structure.roles[node]]
+
+    def variables_of_ops(self) -> dict[int, tuple[int, ...]]:
+        """Per op the nodes outside blocks that it reads, copies left out."""
+        num_nodes = len(self.structure.network.sizes)
+        result: dict[int, tuple[int, ...]] = {}
+        for step in self.steps:
+            result.setdefault(step.op, tuple(v for v in (step.variable, *step.scope) if v < num_nodes))
+        met = set[int]()
+        for number, interior, ports in self.placed:
+            if number in met:
+                continue
+            met.add(number)
+            own = {step.variable for step in self.templates[number].steps}
+            for step in self.templates[number].steps:
+                result.setdefault(step.op, tuple(ports[v - len(interior)] for v in step.scope if v not in own))
+        return result
 
     def evaluate(self, weights: FloatArray, shares: Mapping[int, FloatArray] | None = None) -> list[FloatArray]:
         """All tables under the weights; `shares` are the costs of copies, by base number (zero if left out)."""
@@ -180,7 +196,7 @@ class Program:
         """The choices that attain `value`."""
         ops = self.recorder.ops
         chosen: dict[int, int] = {}
-        choices = np.zeros(len(self.structure.network.sizes), dtype=np.int64)
+        choices = self.first.copy()
         votes: dict[int, list[int]] = {}
         for step in reversed(self.steps):
             others = tuple(chosen[other] for other in step.scope)
@@ -201,13 +217,13 @@ class Program:
         known: dict[tuple[int, tuple[int, ...]], tuple[IntArray, tuple[tuple[int, int], ...]]] = {}
         for number, interior, ports in self.placed:
             template = self.templates[number]
-            key = number, tuple(chosen[port] for port in ports)
+            key = number, tuple(chosen.get(port, 0) for port in ports)
             if key not in known:
                 local = {len(interior) + position: value for position, value in enumerate(key[1])}
                 for step in reversed(template.steps):
                     others = tuple(local[other] for other in step.scope)
                     local[step.variable] = best_choice(self.recorder.ops[step.op], values, others)
-                inner = [int(self.domain(node)[local[position]]) for position, node in enumerate(interior)]
+                inner = [int(self.domain(node)[local.get(position, 0)]) for position, node in enumerate(interior)]
                 split = [(position, port) for position, port in enumerate(ports) if self._is_split(port)]
                 ballots = tuple((p, int(self.domain(port)[local[len(interior) + p]])) for p, port in split)
                 known[key] = np.array(inner, dtype=np.int64), ballots
@@ -242,12 +258,15 @@ class _Compiler:
         self.origins: dict[int, int] = {}
 
     def base(self, table: int, roles: tuple[int, ...]) -> int:
-        """The base table restricted to the domains of these roles; one of a single node is kept per role."""
+        """The base table restricted to the domains of these roles, without dims of one choice.
+
+        A table of a single node is kept per role, so that min-marginals can be read per role.
+        """
         key = (table, roles) if len(roles) == 1 else (table, -1, *(self.marks[role] for role in roles))
         number = self.recorder.known_base(key)
         if number is None:
             restricted = self.structure.network.tables[table].restricted(tuple(self.domains[role] for role in roles))
-            number = self.recorder.base(key, restricted)
+            number = self.recorder.base(key, restricted.squeezed())
         if len(roles) == 1:
             self.unary.setdefault(roles[0], number)
         return number
@@ -263,12 +282,13 @@ class _Compiler:
         sizes = {local: self.domains[role].size for local, role in enumerate(pattern.roles)}
         graph = _Graph(self.recorder, sizes)
         for local, table in pattern.unary:
-            graph.add(self.base(table, (pattern.roles[local],)), (local,))
+            graph.place(self.base(table, (pattern.roles[local],)), (local,))
         for source, target, table in pattern.edges:
-            graph.add(self.base(table, (pattern.roles[source], pattern.roles[target])), (source, target))
+            graph.place(self.base(table, (pattern.roles[source], pattern.roles[target])), (source, target))
         for local, variable in split:
             graph.add(self.copy(variable, place, sizes[local]), (local,))
-        graph.greedy((*range(pattern.num_interior), *(local for local, _ in split)))
+        inner = (*range(pattern.num_interior), *(local for local, _ in split))
+        graph.greedy(local for local in inner if local in graph.of_variable)
         factors = [*graph.factors.values(), *((scalar, ()) for scalar in graph.scalars)]
         return _Template(pattern.num_interior, tuple(graph.steps), tuple(factors))
 
@@ -284,7 +304,7 @@ class _Compiler:
             split = tuple(
                 (pattern.num_interior + position, port)
                 for position, port in enumerate(block.ports)
-                if port in self.split_blocks
+                if port in self.split_blocks and graph.sizes[port] > 1
             )
             key = block.pattern, split
             if key not in templates:
@@ -309,6 +329,7 @@ class _Compiler:
             copies,
             self.origins,
             self.unary,
+            np.array([self.domains[role][0] for role in structure.roles], dtype=np.int64),
         )
 
     def _rest(self, graph: _Graph) -> None:
@@ -318,7 +339,7 @@ class _Compiler:
         rest = set(structure.rest_nodes)
         for node, table in network.unary:
             if node in rest:
-                graph.add(self.base(table, (roles[node],)), (node,))
+                graph.place(self.base(table, (roles[node],)), (node,))
         for node in sorted(self.split_blocks | self.split_edges):
             graph.add(self.copy(node, -1, graph.sizes[node]), (node,))
         met = set[int]()
@@ -334,7 +355,7 @@ class _Compiler:
                     graph.add(self.copy(node, variable, graph.sizes[node]), (variable,))
                 met.add(node)
                 scope.append(variable)
-            graph.add(self.base(table, (roles[source], roles[target])), tuple(scope))
+            graph.place(self.base(table, (roles[source], roles[target])), tuple(scope))
 
 
 def _cheaper(graph: _Graph, structure: Structure) -> _Graph:

@@ -21,7 +21,7 @@ from autopar.solver.problem import FloatArray
 # One numpy pass over less than this many numbers is not worth splitting (half of a typical second-level cache).
 _CHUNK_ENTRIES = 1 << 15
 # What one op costs besides its arithmetic, in numbers added and compared at one nanosecond each.
-_OP_OVERHEAD = 20_000
+OP_OVERHEAD = 20_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Op:
     @property
     def work(self) -> int:
         """Numbers touched."""
-        return math.prod(self.sizes) * (1 if len(self.groups) == 1 else 2) + _OP_OVERHEAD
+        return math.prod(self.sizes) * (1 if len(self.groups) == 1 else 2) + OP_OVERHEAD
 
     @property
     def num_entries(self) -> int:
@@ -167,7 +167,7 @@ def backward(recorder: Recorder, values: list[FloatArray], scalars: tuple[int, .
     """
     total = sum(float(values[number]) for number in scalars)
     context: list[FloatArray | None] = [None] * len(values)
-    for number in scalars:
+    for number in set(scalars) - recorder.bases.keys():
         context[number] = np.array(total - float(values[number]))
     for op in reversed(recorder.ops):
         outer = context[op.result]

@@ -1,10 +1,10 @@
 """Memory budgets, by Lagrangian multipliers: elimination prices bytes in seconds until the total fits.
 
-    L(lambda) = min_x [ c(x) + sum_r lambda_r (m_r(x) - budget_r) ] <= optimum, lambda >= 0     `_Search.probe`
-    the lower bound is max over lambda of L, a concave function of few variables                `_Search.ascend`
-    the optimum is at most the cheapest splice of the solutions around that maximum that fits   `_Search.improve`
-    a choice with (least L(lambda) with it) >= cost of the incumbent cannot be better           `_Search.prune`
-    what is left goes to the ILP (restricted to the choices left)                               `_Search.finish`
+    L(lambda) = min_x [ c(x) + sum_r lambda_r (m_r(x) - budget_r) ] <= optimum, lambda >= 0     `Lagrangian.probe`
+    the lower bound is max over lambda of L, a concave function of few variables                `Lagrangian.ascend`
+    the optimum is at most the cheapest splice of the solutions around that maximum that fits   `Lagrangian.improve`
+    a choice with (least L(lambda) with it) >= cost of the incumbent cannot be better           `Lagrangian.prune`
+    what is left goes to branch and bound, with L as its bound                                  `branch`
 
 One row is bracketed: two solutions are two lines in lambda, the next lambda is where they cross, and when it gives
 nothing new it is the maximum. Several rows are Kelley's cutting planes with a small linear program.
@@ -20,31 +20,31 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 
 from autopar.solver.domains import num_choices
-from autopar.solver.elimination import Program, compile_program
-from autopar.solver.ilp import num_pairs, solve_ilp
 from autopar.solver.network import IntArray
 from autopar.solver.polish import polish
-from autopar.solver.problem import RELATIVE_TOLERANCE, FloatArray, Problem, Status
+from autopar.solver.problem import RELATIVE_TOLERANCE, FloatArray, Problem
 from autopar.solver.repetition import Structure
 from autopar.solver.splice import best_splice, order_of
+from autopar.solver.splitting import Oracle
 
 
 @dataclass(frozen=True)
 class Limits:
     """How much work a search may do; counts, so that the same limits give the same answer everywhere.
 
-    rounds: of ascend, splice, prune; probes: evaluations of L per round (the rest on what pruning leaves); ilp_pairs: the largest integer program, in
-    pairs of choices on edges (`small_ilp_pairs`: one that is solved whatever the gap); ilp_nodes: its branch and bound
-    nodes; gap_target: relative gap that is good enough for what is not small.
+    gap_target: the relative gap that is good enough for a large problem; rounds: of ascend, splice, prune; probes:
+    evaluations of L per round; branch_ops: elimination ops (of about 20 microseconds) spent on branch and bound to
+    prove the optimum, or `wide_branch_ops` while the gap is above its target; ilp_pairs: the largest integer program
+    tried after that, in pairs of choices on edges; ilp_nodes: nodes of its own branch and bound.
     """
 
     gap_target: float = 1e-3
     rounds: int = 10
     probes: int = 6
-    small_ilp_pairs: int = 1_000
+    branch_ops: int = 10_000
+    wide_branch_ops: int = 100_000
     ilp_pairs: int = 3_000
     ilp_nodes: int = 500
-    time_limit_seconds: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,50 +55,36 @@ class Point:
     totals: FloatArray
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What a search knows at its end. `points`: the assignments met, cheapest last."""
-
-    best: IntArray | None
-    lower_bound_seconds: float
-    points: tuple[Point, ...]
-    smallest_budgets_bytes: tuple[float, ...] | None
-    message: str
-
-
-class _OutOfTime(Exception):
+class OutOfTime(Exception):
     """The user's own cut-off has passed."""
 
 
-class _Search:
+class Lagrangian:
     """The state of one search, advanced by its methods in the order of the module's docstring."""
 
-    def __init__(self, problem: Problem, structure: Structure, domains: dict[int, IntArray], limits: Limits) -> None:
+    best: IntArray | None
+
+    def __init__(
+        self, problem: Problem, structure: Structure, domains: dict[int, IntArray], limits: Limits, stop_at: float
+    ) -> None:
         self.problem, self.structure, self.limits = problem, structure, limits
         self.network = structure.network
         self.budgets = problem.memory_budgets_bytes
         self.domains = domains
-        self.program: Program = compile_program(structure, domains)
+        self.oracle = Oracle(structure, domains)
         self.points: list[Point] = []
         self.upper, self.best = math.inf, None
         self.lower, self.at = -math.inf, np.zeros(problem.num_rows)
         self.order: tuple[IntArray, IntArray] | None = None
-        self.spliced: set[tuple[int, int]] = set()
-        self.started = time.monotonic()
-
-    best: IntArray | None
+        self.stop_at = stop_at
+        self.past_ops = 0
 
     def probe(self, weights: FloatArray) -> tuple[float, Point | None]:
-        """Minimise w_0 c + sum lambda_r m_r: its least value and an assignment that attains it."""
-        limit = self.limits.time_limit_seconds
-        if limit is not None and time.monotonic() - self.started > limit:
-            raise _OutOfTime
-        values = self.program.evaluate(weights)
-        value = self.program.value(values)
-        if not math.isfinite(value):
-            return value, None
-        choices = self.program.decode(values).choices
-        return value, Point(choices, self.network.totals(choices))
+        """Minimise w_0 c + sum lambda_r m_r: a lower bound, and an assignment that attains or nearly attains it."""
+        if time.monotonic() > self.stop_at:
+            raise OutOfTime
+        bound, choices = self.oracle.minimise(weights)
+        return bound, None if choices is None else Point(choices, self.network.totals(choices))
 
     def fits(self, totals: FloatArray) -> bool:
         return bool((totals[1:] <= self.budgets + 1e-12 * np.abs(self.budgets)).all())
@@ -113,10 +99,11 @@ class _Search:
     def dual(self, multipliers: FloatArray) -> float:
         """L(lambda); its point is offered."""
         value, point = self.probe(np.concatenate([[1.0], multipliers]))
-        if point is None:
+        if value == math.inf:
             self.lower = self.upper
             return math.inf
-        self.offer(point)
+        if point is not None:
+            self.offer(point)
         rows = multipliers > 0.0
         bound = value - float(multipliers[rows] @ self.budgets[rows])
         if bound > self.lower:
@@ -128,23 +115,29 @@ class _Search:
         return math.isfinite(self.upper) and self.upper - self.lower <= RELATIVE_TOLERANCE * abs(self.upper)
 
     @property
-    def good_enough(self) -> bool:
-        """Whether the gap is within its target, of a problem that is too large for closing it by the ILP."""
-        narrow = self.upper - self.lower <= self.limits.gap_target * abs(self.upper)
-        return math.isfinite(self.upper) and narrow and len(self.network.edges) > self.limits.small_ilp_pairs
+    def num_ops(self) -> int:
+        """Work done so far, in elimination ops."""
+        return self.past_ops + self.oracle.num_ops
 
-    def smallest_budgets(self) -> tuple[float, ...]:
-        """Per row the least total over all assignments that are offered; the points are offered."""
-        smallest = []
+    @property
+    def narrow(self) -> bool:
+        """Whether the gap is within its target."""
+        return math.isfinite(self.upper) and self.upper - self.lower <= self.limits.gap_target * abs(self.upper)
+
+    def smallest_budgets(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Per row a lower bound of all totals, and the least total met (the same where elimination is exact)."""
+        bounds, totals = [], []
         for row in range(self.problem.num_rows):
             weights = np.zeros(1 + self.problem.num_rows)
             weights[1 + row] = 1.0
-            value, point = self.probe(weights)
+            bound, point = self.probe(weights)
             if point is not None:
                 self.offer(point)
-                value = float(point.totals[1 + row])
-            smallest.append(value)
-        return tuple(smallest)
+                if not self.oracle.program.copies:
+                    bound = float(point.totals[1 + row])
+            bounds.append(bound)
+            totals.append(bound if point is None else float(point.totals[1 + row]))
+        return tuple(bounds), tuple(totals)
 
     def ascend(self, most_probes: int) -> bool:
         """Raise the lower bound by cutting planes; whether the next lambda gave nothing new: it is the maximum."""
@@ -214,15 +207,16 @@ class _Search:
         found = np.array([max(0.0, variable.solution_value()) for variable in rows])
         return found * unit / scales, level.solution_value() * unit
 
-    def improve(self) -> None:
+    def excess(self, point: Point) -> float:
+        """c + lambda (m - budget) of a point at the best multipliers: how near it is to attaining L."""
+        rows = self.at > 0.0
+        return float(point.totals[0] + self.at[rows] @ (point.totals[1:] - self.budgets)[rows])
+
+    def improve(self, most_points: int = 6) -> None:
         """Splice pairs of points around the best multipliers: one that fits with ones that are cheaper."""
         if self.order is None:
             self.order = order_of(self.network)
-        excess = [
-            float(p.totals[0] + self.at @ np.where(self.at > 0.0, p.totals[1:] - self.budgets, 0.0))
-            for p in self.points
-        ]
-        near = sorted(range(len(self.points)), key=excess.__getitem__)[:6]
+        near = sorted(range(len(self.points)), key=lambda index: self.excess(self.points[index]))[:most_points]
         for low in near:
             for high in near:
                 first, second = self.points[low].choices, self.points[high].choices
@@ -241,10 +235,9 @@ class _Search:
         """Drop choices that no better assignment has; whether enough went to make another round worthwhile."""
         if not math.isfinite(self.upper):
             return False
-        values = self.program.evaluate(np.concatenate([[1.0], self.at]))
         rows = self.at > 0.0
         offset = float(self.at[rows] @ self.budgets[rows])
-        marginals, _ = self.program.marginals(values)
+        marginals = self.oracle.marginals(np.concatenate([[1.0], self.at]))
         before = num_choices(self.structure, self.domains)
         threshold = self.upper - 1e-10 * abs(self.upper)
         kept = {
@@ -257,55 +250,6 @@ class _Search:
         after = num_choices(self.structure, kept)
         if after < before:
             self.domains = kept
-            self.program = compile_program(self.structure, kept)
+            self.past_ops += self.oracle.num_ops
+            self.oracle = Oracle(self.structure, kept)
         return after < 0.9 * before
-
-    def finish(self) -> str:
-        """The integer program on the choices that are left, if it is small or the gap too wide."""
-        domains = tuple(self.domains[role] for role in self.structure.roles)
-        size = num_pairs(self.problem, domains)
-        wide = self.upper - self.lower > self.limits.gap_target * abs(self.upper) or not math.isfinite(self.upper)
-        if size > (self.limits.ilp_pairs if wide else self.limits.small_ilp_pairs):
-            return "stopped at the limits of the search"
-        left = None
-        if self.limits.time_limit_seconds is not None:
-            left = max(0.01, self.limits.time_limit_seconds - (time.monotonic() - self.started))
-        found = solve_ilp(self.problem, domains, self.limits.ilp_nodes, left)
-        if found.choices is not None:
-            choices = np.array(found.choices, dtype=np.int64)
-            totals = self.network.totals(choices)
-            if totals[0] < self.upper:
-                self.upper, self.best = float(totals[0]), choices
-        if found.status in (Status.OPTIMAL, Status.INFEASIBLE):
-            self.lower = self.upper
-        else:
-            self.lower = max(self.lower, min(self.upper, found.lower_bound_seconds))
-        return found.message
-
-
-def search(problem: Problem, structure: Structure, domains: dict[int, IntArray], limits: Limits) -> Found:
-    """Solve within the domains; `best` is None where nothing was found, and infeasible if the bound is infinite."""
-    state = _Search(problem, structure, domains, limits)
-    smallest: tuple[float, ...] | None = None
-    message = ""
-    try:
-        if state.dual(np.zeros(problem.num_rows)) == math.inf:
-            return Found(None, math.inf, (), None, "no combination of choices is offered")
-        if not state.closed:
-            smallest = state.smallest_budgets()
-            over = [row for row, least in enumerate(smallest) if least > problem.memory_budgets_bytes[row] * (1 + 1e-12)]
-            if over:
-                facts = ", ".join(f"row {row} needs {smallest[row]:g}, has {state.budgets[row]:g}" for row in over)
-                return Found(None, math.inf, (), smallest, f"memory budgets are too small in bytes: {facts}")
-            for _ in range(limits.rounds):
-                settled = state.ascend(limits.probes)
-                if not state.closed:
-                    state.improve()
-                if state.closed or state.good_enough or (not state.prune() and settled):
-                    break
-        if not state.closed:
-            message = state.finish()
-    except _OutOfTime:
-        message = "stopped at the time limit"
-    lower = math.inf if state.best is None and state.lower == state.upper else state.lower
-    return Found(state.best, lower, tuple(state.points), smallest, message)

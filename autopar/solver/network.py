@@ -38,6 +38,16 @@ class Table:
         memory = self.memory_bytes
         return Table(self.costs_seconds[grid], None if memory is None else memory[(slice(None), *grid)])
 
+    def squeezed(self) -> Table:
+        """The table without dims of one choice."""
+        shape = tuple(size for size in self.costs_seconds.shape if size > 1)
+        if shape == self.costs_seconds.shape:
+            return self
+        memory = self.memory_bytes
+        return Table(
+            self.costs_seconds.reshape(shape), None if memory is None else memory.reshape(memory.shape[0], *shape)
+        )
+
 
 def weighted(table: Table, weights: FloatArray) -> FloatArray:
     """w_0 c + sum_r lambda_r m_r, infinite where c is."""

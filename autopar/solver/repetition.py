@@ -109,6 +109,13 @@ def plain_structure(problem: Problem, network: Network) -> Structure:
     return Structure(network, tuple(roles), (), (), nodes, edges, ())
 
 
+def without_blocks(structure: Structure) -> Structure:
+    """The same network and roles, everything in the rest."""
+    network = structure.network
+    nodes, edges = tuple(range(len(network.sizes))), tuple(range(len(network.edges)))
+    return Structure(network, structure.roles, (), (), nodes, edges, ())
+
+
 def structure_of(problem: Problem, network: Network) -> Structure:
     """Split the network into blocks and a rest, after `verify`."""
     verify(problem, network)

@@ -1,43 +1,119 @@
 """The two methods for real problems, end to end: what every answer goes through besides the optimisation itself.
 
-    Problem -> network -> structure (blocks) -> domains -> `memory.search` -> limit on variants -> Assignment
-    Problem -> `ilp.solve_ilp`                                            -> limit on variants -> Assignment
+    Problem -> network -> structure (blocks) -> domains -> multipliers -> branch and bound -> variants -> Assignment
+    Problem -> `ilp.solve_ilp`                                                            -> variants -> Assignment
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.solver.branch import branch_and_bound
 from autopar.solver.domains import NothingLeft, consistent_domains
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.memory import Found, Limits, search
+from autopar.solver.memory import Lagrangian, Limits, OutOfTime, Point
 from autopar.solver.network import network_of
 from autopar.solver.problem import Assignment, FloatArray, Problem, Status, answer, no_answer
+from autopar.solver.reduction import reduced
 from autopar.solver.repetition import plain_structure, structure_of
 from autopar.solver.variants import Choices, limit_variants
 
 
-def solve_elimination(problem: Problem, limits: Limits) -> Assignment:
-    """Elimination with multipliers, splicing, pruning and a small integer program; see `memory`."""
-    try:
-        found = _search(problem, limits)
-    except NothingLeft as nothing:
-        return no_answer(Status.INFEASIBLE, math.inf, str(nothing))
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What a search knows at its end; `points` are other assignments that it met."""
+
+    best: Choices | None
+    lower_bound_seconds: float
+    points: tuple[Choices, ...] = ()
+    smallest_budgets_bytes: tuple[float, ...] | None = None
+    message: str = ""
+
+
+def solve_elimination(problem: Problem, limits: Limits, time_limit_seconds: float | None = None) -> Assignment:
+    """Elimination with multipliers, splicing, pruning, and branch and bound on the rest; see `memory`, `branch`."""
+    stop_at = math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
+    found = _search(problem, limits, stop_at)
     if found.best is None:
         status = Status.INFEASIBLE if found.lower_bound_seconds == math.inf else Status.TIMED_OUT
         return no_answer(status, found.lower_bound_seconds, found.message, found.smallest_budgets_bytes)
-    best = tuple(int(choice) for choice in found.best)
-    known = [best, *(tuple(point.choices.tolist()) for point in found.points)]
-    return _within_variants(problem, known, found.lower_bound_seconds, found.message)
+    return _within_variants(problem, [found.best, *found.points], found.lower_bound_seconds, found.message)
 
 
-def _search(problem: Problem, limits: Limits) -> Found:
+def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
     network = network_of(problem)
     structure = structure_of(problem, network) if problem.repeats else plain_structure(problem, network)
-    return search(problem, structure, consistent_domains(problem, structure), limits)
+    try:
+        domains = consistent_domains(problem, structure)
+    except NothingLeft as nothing:
+        return _Found(None, math.inf, (), None, str(nothing))
+    state = Lagrangian(problem, structure, domains, limits, stop_at)
+    smallest: tuple[float, ...] | None = None
+    message = ""
+    try:
+        if state.dual(np.zeros(problem.num_rows)) == math.inf:
+            return _Found(None, math.inf, (), None, "no combination of choices is offered")
+        if not state.closed:
+            bounds, smallest = state.smallest_budgets()
+            slack = 1e-12 * np.abs(state.budgets)
+            over = np.flatnonzero(np.array(bounds) > state.budgets + slack).tolist()
+            if over:
+                facts = ", ".join(f"row {row} needs {smallest[row]:g}, has {state.budgets[row]:g}" for row in over)
+                return _Found(None, math.inf, (), smallest, f"memory budgets are too small, in bytes: {facts}")
+            for _ in range(limits.rounds):
+                settled = state.ascend(limits.probes)
+                if not state.closed:
+                    state.improve()
+                if state.closed or (state.narrow and len(network.edges) > limits.ilp_pairs):
+                    break
+                if not state.prune() and settled:
+                    break
+        if not state.closed:
+            message = _finish(state)
+    except OutOfTime:
+        message = "stopped at the time limit"
+    best = None if state.best is None else tuple(state.best.tolist())
+    points = tuple(tuple(point.choices.tolist()) for point in state.points)
+    lower = math.inf if best is None and state.lower == math.inf else state.lower
+    return _Found(best, lower, points, smallest, message)
+
+
+def _finish(state: Lagrangian) -> str:
+    """Close the gap on the choices that are left: branch and bound, then the integer program if it is small."""
+    limits, problem = state.limits, state.problem
+    domains = tuple(state.domains[role] for role in state.structure.roles)
+    small = reduced(problem, domains)
+    constant = float(small.constant[0])
+    if math.isfinite(state.upper):
+        most_ops = limits.branch_ops if state.narrow else limits.wide_branch_ops
+        known = None if state.best is None else small.shrink(state.best.tolist())
+        closed = branch_and_bound(
+            small.problem, known, state.upper - constant, state.at, limits, most_ops, state.stop_at
+        )
+        if closed.better is not None:
+            _accept(state, small.expand(closed.better))
+        state.lower = max(state.lower, min(state.upper, closed.lower_bound_seconds + constant))
+    pairs = sum(edge.costs_seconds.size for edge in small.problem.edges)
+    if state.closed or state.narrow or pairs > limits.ilp_pairs:
+        return "" if state.closed else "stopped at the limits of the search"
+    left = None if state.stop_at == math.inf else max(0.01, state.stop_at - time.monotonic())
+    found = solve_ilp(problem, domains, limits.ilp_nodes, left)
+    if found.choices is not None:
+        _accept(state, found.choices)
+    if found.status in (Status.OPTIMAL, Status.INFEASIBLE):
+        state.lower = state.upper
+    else:
+        state.lower = max(state.lower, min(state.upper, found.lower_bound_seconds))
+    return found.message
+
+
+def _accept(state: Lagrangian, choices: Choices) -> None:
+    array = np.array(choices, dtype=np.int64)
+    state.offer(Point(array, state.network.totals(array)))
 
 
 def solve_integer(problem: Problem, time_limit_seconds: float | None) -> Assignment:
@@ -83,8 +159,4 @@ def _within_variants(problem: Problem, known: list[Choices], lower_bound: float,
 
 
 def _solve_small(problem: Problem) -> Choices | None:
-    try:
-        found = _search(problem, Limits(small_ilp_pairs=0, ilp_pairs=0))
-    except NothingLeft:
-        return None
-    return None if found.best is None else tuple(int(choice) for choice in found.best)
+    return _search(problem, Limits(branch_ops=0, wide_branch_ops=0, ilp_pairs=0), math.inf).best

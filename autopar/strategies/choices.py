@@ -116,6 +116,8 @@ def _split(signature: Signature, letter: str, cut: Cut, splits_batch: bool) -> A
             return None
         elif reduced and index in signature.additive:
             inputs.append(PARTIAL)
+        elif reduced and letter in signature.replicated_after:
+            inputs.append(REPLICATED)  # every device computes the same from it
         else:
             inputs.append(SUMMED_GRADIENT)
     for term in signature.outputs:
@@ -164,14 +166,20 @@ def strategies(per_axis: Sequence[Sequence[AxisChoice]], mesh_shape: Sequence[in
 
 
 def _pieces(axes: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> dict[str, tuple[Cut, int]] | None:
-    """Each split letter with its cut and number of pieces; None where the axes' choices do not go together."""
+    """Each split letter with its cut and number of pieces; None where the axes' choices do not go together.
+
+    Every device gets something: operators on nothing fail, and means of nothing are no numbers.
+    """
     found: dict[str, tuple[Cut, int]] = {}
+    smallest: dict[str, int] = {}  # units of the smallest piece
     for choice, size in zip(axes, mesh_shape, strict=True):
         if choice.letter is None:
             continue
         assert choice.cut is not None
         cut, parts = found.get(choice.letter, (choice.cut, 1))
-        if size == 1 or cut != choice.cut or cut.num_units < parts * size:
+        units = smallest.get(choice.letter, cut.num_units)
+        smallest[choice.letter] = units - (size - 1) * -(-units // size)
+        if size == 1 or cut != choice.cut or smallest[choice.letter] < 1:
             return None
         found[choice.letter] = (cut, parts * size)
     return found

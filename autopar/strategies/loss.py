@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.strategies.rule import Dim, Exchange, RuleFunction, Signature, Term
 from autopar.strategies.signatures import (
-    first_shape,
     is_floating,
     letters_in,
     names,
@@ -75,8 +72,10 @@ def _class_terms(operator: Operator, graph: OpGraph) -> tuple[list[Term], Term, 
     return inputs, output, sizes, tuple(rows)
 
 
-def _elementwise_loss(operator: Operator, graph: OpGraph) -> Signature:
-    """A loss of each element, then its sum or mean."""
+def _elementwise_loss(operator: Operator, graph: OpGraph) -> Signature | None:
+    """A loss of each element, then its sum or mean. Both tensors have one shape, or backward is not defined."""
+    if shape(graph, operator.inputs[0]) != shape(graph, operator.inputs[1]):
+        return None
     reduction = number(operator.argument(_reduction_position(operator), "reduction", MEAN))
     text = ", ".join(["b.."] * len(operator.inputs)) + (" -> b.." if reduction == NONE else " ->")
     flops = 3.0 * max(graph.values[value].num_elements for value in operator.inputs)
@@ -92,12 +91,6 @@ def _reduction_position(operator: Operator) -> int:
 def reduction_of(operator: Operator) -> int:
     """The code of an elementwise loss's reduction."""
     return number(operator.argument(_reduction_position(operator), "reduction", MEAN))
-
-
-def count_of(operator: Operator, graph: OpGraph) -> int:
-    """Over how many elements an elementwise loss takes its mean."""
-    shapes = [first_shape(operator, graph), shape(graph, operator.inputs[1])]
-    return math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
 
 
 ELEMENTWISE_LOSSES = (

@@ -100,7 +100,7 @@ RULES: dict[str, RuleFunction] = {
     **{
         f"aten.{name}": _softmax
         for name in (
-            "softmax.int", "log_softmax.int", "_softmax.default", "_log_softmax.default", 
+            "softmax.int", "log_softmax.int", "_softmax.default", "_log_softmax.default",
         )
     },
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.graph import Operator, OpGraph
 from autopar.strategies.pieces import along
 from autopar.strategies.rule import RuleFunction, Signature
-from autopar.strategies.signatures import first_shape, shape
+from autopar.strategies.signatures import first_shape, names, shape, signature
 
 INDEX_BYTES = 8
 
@@ -29,6 +29,17 @@ def _resize(operator: Operator, graph: OpGraph) -> Signature:
     return along(operator, graph, range(2, count), ((0,),))
 
 
+def _pixel_shuffle(operator: Operator, graph: OpGraph) -> Signature:
+    """b (c r r) h w -> b c (h r) (w r): what becomes space stays together."""
+    given, result = first_shape(operator, graph), shape(graph, operator.outputs[0])
+    sizes: dict[str, int] = {}
+    dims = names("b", [*given[:-3], result[-3]], sizes)
+    channel = dims[-1]
+    assert isinstance(channel, tuple), "a dim of an image is no part"
+    source = (*dims[:-1], (*channel, given[-3] // result[-3]), (given[-2],), (given[-1],))
+    return signature(operator, graph, [source], [(*dims, (result[-2],), (result[-1],))], sizes, linear=((0,),))
+
+
 RULES: dict[str, RuleFunction] = {
     **{f"aten.max_pool{n}d.default": _pool(n, linear=False) for n in (1, 2, 3)},
     **{f"aten.avg_pool{n}d.default": _pool(n, linear=True) for n in (1, 2, 3)},
@@ -41,5 +52,5 @@ RULES: dict[str, RuleFunction] = {
         )
         for overload in ("vec", "default")
     },
-    "aten.pixel_shuffle.default": _resize,
+    "aten.pixel_shuffle.default": _pixel_shuffle,
 }  # fmt: skip

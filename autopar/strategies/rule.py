@@ -7,7 +7,8 @@ stands for any number of leading dims. On a mesh axis a strategy splits one lett
 * a term with the letter is sharded along that dim;
 * an input without it is replicated and its gradient is partial, unless it is *additive* (a bias beside a split sum): then
   it is partial, so that it counts once;
-* an output without it is a sum over the devices, unless the operator exchanges what it needs itself (*exchanges*).
+* an output without it is a sum over the devices, unless the operator exchanges what it needs itself (*exchanges*): then
+  it is the same on all of them (*replicated_after*).
 
 Operators linear in some inputs together also pass partial values through (*linear*).
 """

@@ -55,7 +55,7 @@ def signature(
         whole=frozenset(extras.get("whole", ())),
         exchanges=extras.get("exchanges", ()),
         replicated_after=frozenset(extras.get("replicated_after", ())),
-        linear=tuple(frozenset(group) for group in extras.get("linear", ())),
+        linear=tuple(frozenset(group) for group in extras.get("linear", ()) if _is_sum(operator, graph, group)),
         additive=frozenset(extras.get("additive", ())),
         kind=kind,
         flops=flops,
@@ -65,6 +65,12 @@ def signature(
         saved_extra_bytes=extras.get("saves_extra_bytes", 0.0) if backward else 0.0,
         random=extras.get("random", False),
     )
+
+
+def _is_sum(operator: Operator, graph: OpGraph, group: Iterable[int]) -> bool:
+    """Whether the tensors of a linear group may be terms of a sum: only floating point ones are."""
+    outputs = (value for value in operator.outputs if value)
+    return all(is_floating(graph, value) for value in (*(operator.inputs[i] for i in group), *outputs))
 
 
 def written(operator: Operator, graph: OpGraph, text: str, **extras: Unpack[Extras]) -> Signature:

@@ -4,8 +4,8 @@ Enters: the lowered program, its blocks, and a function that traces again with o
 all but the first two blocks of each group left out). Leaves: the operators with :class:`~autopar.graph.BatchLiteral`
 where the two traces differ in proportion to the batch; or the operators as they were, and why no other batch works.
 
-The other batch size is a multiple of the first, so that what divides the one divides the other, and equals no other
-size in the program.
+The two are aligned operator by operator in the order of the trace. The other batch size is a multiple of the first, so
+that what divides the one divides the other, and equals no other size in the program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from autopar.tracing.lower import Lowered
 MIN_BLOCKS_TO_CUT = 4
 KEPT_BLOCKS = 2
 
-Retrace = Callable[[int, Mapping[str, tuple[int, ...]]], Lowered]
+Cuts = Mapping[str, tuple[int, ...]]
+Retrace = Callable[[int, Cuts], Lowered]
 
 
 class _Differs(Exception):
@@ -45,8 +46,7 @@ def mark_batch(
     reason = ""
     for attempt in ([cuts] if cuts else []) + [{}]:
         try:
-            second = retrace(other, attempt)
-            return Marked(_align(lowered, second, groups if attempt else (), batch, other))
+            return Marked(_align(lowered, retrace(other, attempt), groups, attempt, (batch, other)))
         except _Differs as error:
             reason = str(error)
         except AutoparError as error:
@@ -83,48 +83,64 @@ def _cuts(groups: tuple[BlockGroup, ...], children: Mapping[str, int]) -> dict[s
 
 
 def _align(
-    first: Lowered, second: Lowered, groups: tuple[BlockGroup, ...], batch: int, other: int
+    first: Lowered, second: Lowered, groups: tuple[BlockGroup, ...], cuts: Cuts, batches: tuple[int, int]
 ) -> tuple[Operator, ...]:
     """The first trace's operators, with the literals marked that are in proportion to the batch in the second."""
-    comparison = _Comparison(first, second, groups, batch, other)
-    marked: dict[str, Operator] = {}
-    theirs = {operator.id: operator for operator in second.operators}
-    for operator in first.operators:
-        twin = theirs.pop(operator.id, None)
-        if twin is None and operator.id in comparison.stands_for:
-            continue
-        if twin is None:
-            raise _Differs(f"{operator.id} is not there at a batch of {other}")
-        marked[operator.id] = comparison.mark(operator, twin)
-    if theirs:
-        raise _Differs(f"{next(iter(theirs))} is only there at a batch of {other}")
+    stands_for = _stand_ins(groups, cuts)
+    kept = [operator for operator in first.operators if operator.id not in stands_for]
+    if len(kept) != len(second.operators):
+        raise _Differs(
+            f"it has {len(kept)} operators at a batch of {batches[0]}, {len(second.operators)} at {batches[1]}"
+        )
+    comparison = _Comparison(first, second, groups, batches)
+    marked = {ours.id: comparison.mark(ours, twin) for ours, twin in zip(kept, second.operators, strict=True)}
     comparison.check_ends()
-    for name, kept in comparison.stands_for.items():
-        if name not in marked:
-            marked[name] = _with_marks(comparison.operators[name], marked[kept])
+    for operator in first.operators:
+        if operator.id in stands_for:
+            marked[operator.id] = _with_marks(operator, marked[stands_for[operator.id]])
     return tuple(marked[operator.id] for operator in first.operators)
 
 
-class _Comparison:
-    """Two traces side by side; with groups, the second has only the first blocks of each."""
+def _stand_ins(groups: tuple[BlockGroup, ...], cuts: Cuts) -> dict[str, str]:
+    """For each operator of a block that the second trace leaves out, its like in the group's first block."""
+    found: dict[str, str] = {}
+    for group in groups:
+        for block in group.blocks:
+            container, _, index = block.path.rpartition(".")
+            if container in cuts and int(index) not in cuts[container]:
+                found.update(zip(block.operators, group.blocks[0].operators, strict=True))
+    return found
 
-    def __init__(self, first: Lowered, second: Lowered, groups: tuple[BlockGroup, ...], batch: int, other: int) -> None:
-        self.first, self.second, self.batch, self.other = first, second, batch, other
-        self.operators = {operator.id: operator for operator in first.operators}
-        self.stands_for: dict[str, str] = {}
+
+class _Comparison:
+    """Two traces side by side, operator by operator; values correspond by the operators that make them.
+
+    What reads the last block of a group reads the last of those that are left in a shortened trace, so values at the
+    same place of two blocks of one group correspond as well.
+    """
+
+    def __init__(
+        self, first: Lowered, second: Lowered, groups: tuple[BlockGroup, ...], batches: tuple[int, int]
+    ) -> None:
+        self.first, self.second = first, second
+        self.batch, self.other = batches
+        self.twin: dict[str, str] = {}
         self.place: dict[str, tuple[str, int, int]] = {}
+        outputs = {operator.id: operator.outputs for operator in first.operators}
         for group in groups:
             for block in group.blocks:
-                for index, (name, kept) in enumerate(zip(block.operators, group.blocks[0].operators, strict=True)):
-                    self.stands_for[name] = kept
-                    for output, value in enumerate(self.operators[name].outputs):
+                for index, name in enumerate(block.operators):
+                    for output, value in enumerate(outputs[name]):
                         self.place[value] = (group.name, index, output)
 
     def mark(self, operator: Operator, twin: Operator) -> Operator:
-        if operator.target != twin.target or len(operator.outputs) != len(twin.outputs):
+        if (operator.target, operator.module) != (twin.target, twin.module) or len(operator.outputs) != len(
+            twin.outputs
+        ):
             raise _Differs(f"{operator.id} is {operator.target} at {self.batch} and {twin.target} at {self.other}")
         for ours, theirs in zip(operator.outputs, twin.outputs, strict=True):
             if ours:
+                self.twin[theirs] = ours
                 self._check_value(ours, theirs)
         args = self._mark(operator.args, twin.args, operator)
         kwargs = self._mark(operator.kwargs, twin.kwargs, operator)
@@ -159,7 +175,8 @@ class _Comparison:
         )
 
     def _same_value(self, ours: str, theirs: str) -> bool:
-        return ours == theirs or (ours in self.place and self.place[ours] == self.place.get(theirs))
+        twin = self.twin.get(theirs, theirs)
+        return ours == twin or (ours in self.place and self.place[ours] == self.place.get(twin))
 
     def _check_value(self, ours: str, theirs: str) -> None:
         one, two = self.first.values[ours], self.second.values[theirs]

@@ -22,11 +22,12 @@ from autopar.tracing.lower import Lowered
 
 @dataclass(frozen=True)
 class _Model:
-    """What is known of the traced model: the names of each state, and which values replace a buffer."""
+    """What is known of the traced model: the names of each state, which values replace a buffer, which are results."""
 
     values: Mapping[str, Value]
     names: Mapping[str, tuple[str, ...]]
     updates: frozenset[str]
+    results: frozenset[str]
     nests: Mapping[str, tuple[str, ...]]
 
 
@@ -40,19 +41,20 @@ class _Candidate:
     states: dict[str, int]
 
 
-def find_blocks(lowered: Lowered) -> tuple[tuple[Operator, ...], tuple[BlockGroup, ...]]:
-    """The operators with each block in one run, and the groups of at least two blocks, in order of appearance."""
+def find_blocks(lowered: Lowered) -> tuple[tuple[str, ...], tuple[BlockGroup, ...]]:
+    """Ids of the operators with each block in one run; the groups of at least two blocks, in order of appearance."""
     names = {parameter.value: parameter.names for parameter in lowered.parameters}
     model = _Model(
         values=lowered.values,
         names=names | {buffer.value: buffer.names for buffer in lowered.buffers},
         updates=frozenset(buffer.updated for buffer in lowered.buffers if buffer.updated),
+        results=frozenset(output.value for output in lowered.outputs) | frozenset([lowered.loss or ""]),
         nests=lowered.nests,
     )
     order, groups = _search(model, list(lowered.operators), lowered.operators, 0)
     position = {operator.id: index for index, operator in enumerate(order)}
     groups.sort(key=lambda group: position[group.blocks[0].operators[0]])
-    return tuple(order), tuple(groups)
+    return tuple(position), tuple(groups)
 
 
 def _search(
@@ -73,11 +75,14 @@ def _search(
         candidates: dict[int, _Candidate] = {}
         for index in sorted(indices):
             path = f"{container}.{index}" if container else str(index)
-            gathered = _gather(order, members[path])
+            gathered = _gather(model, order, members[path], level)
             if gathered is not None:
-                order = gathered
-                candidates[index] = _candidate(model, path, members[path])
+                order, block = gathered
+                candidates[index] = _candidate(model, path, block)
         runs = _runs(model, candidates)
+        if not runs:
+            candidates = _with_what_follows(model, order, candidates)
+            runs = _runs(model, candidates)
         for run in runs:
             name = container or "layers"
             if len(runs) > 1:
@@ -91,30 +96,76 @@ def _search(
     return order, groups
 
 
-def _gather(order: list[Operator], block: Sequence[Operator]) -> list[Operator] | None:
-    """The order with the block's operators in one run, or None where the operators between allow none."""
+def _gather(
+    model: _Model, order: list[Operator], block: Sequence[Operator], level: int
+) -> tuple[list[Operator], list[Operator]] | None:
+    """The order with the block in one run, and the block with what belongs inside it.
+
+    An operator between those of the block goes into it where only the block reads it, or where it reads the block's
+    results and the block its (what the caller does in between); otherwise before or behind it. None where that would
+    take in a part of another block.
+    """
     inside = {operator.id for operator in block}
     positions = [index for index, operator in enumerate(order) if operator.id in inside]
     first, last = positions[0], positions[-1]
     if last - first + 1 == len(positions):
-        return order
+        return order, list(block)
+    segment = order[first : last + 1]
+    elsewhere = {value for operator in (*order[:first], *order[last + 1 :]) for value in operator.inputs}
+    elsewhere |= model.results
+    needed = {value for operator in block for value in operator.inputs}
+    feeding: set[str] = set()
+    private: set[str] = set()
+    for operator in reversed(segment):
+        if operator.id in inside:
+            continue
+        if needed.isdisjoint(operator.outputs):
+            elsewhere.update(operator.inputs)
+            continue
+        feeding.add(operator.id)
+        needed.update(operator.inputs)
+        if elsewhere.isdisjoint(operator.outputs) and len(model.nests[operator.id]) <= level:
+            private.add(operator.id)
+        else:
+            elsewhere.update(operator.inputs)
     before: list[Operator] = []
     run: list[Operator] = []
     after: list[Operator] = []
-    from_run: set[str] = set()
-    from_after: set[str] = set()
-    for operator in order[first : last + 1]:
-        if operator.id in inside:
-            if not from_after.isdisjoint(operator.inputs):
+    made: set[str] = set()
+    for operator in segment:
+        reads_block = not made.isdisjoint(operator.inputs)
+        if operator.id in inside or operator.id in private or (reads_block and operator.id in feeding):
+            if operator.id not in inside and len(model.nests[operator.id]) > level:
                 return None
             run.append(operator)
-            from_run.update(operator.outputs)
-        elif from_run.isdisjoint(operator.inputs) and from_after.isdisjoint(operator.inputs):
-            before.append(operator)
-        else:
+        elif reads_block:
             after.append(operator)
-            from_after.update(operator.outputs)
-    return [*order[:first], *before, *run, *after, *order[last + 1 :]]
+        else:
+            before.append(operator)
+            continue
+        made.update(operator.outputs)
+    return [*order[:first], *before, *run, *after, *order[last + 1 :]], run
+
+
+def _with_what_follows(
+    model: _Model, order: Sequence[Operator], candidates: Mapping[int, _Candidate]
+) -> dict[int, _Candidate]:
+    """The candidates with the operators up to the next one added (a residual sum in the caller); the last has as many."""
+    position = {operator.id: index for index, operator in enumerate(order)}
+    spans = {
+        index: (position[candidate.operators[0].id], position[candidate.operators[-1].id] + 1)
+        for index, candidate in candidates.items()
+    }
+    found: dict[int, _Candidate] = {}
+    length = 0
+    for index, candidate in candidates.items():
+        end = spans[index][1]
+        if index + 1 in spans:
+            length = spans[index + 1][0] - end
+        if length <= 0 or any(end < start < end + length for start, _ in spans.values()):
+            return {}
+        found[index] = _candidate(model, candidate.path, [*candidate.operators, *order[end : end + length]])
+    return found
 
 
 def _candidate(model: _Model, path: str, operators: Sequence[Operator]) -> _Candidate:

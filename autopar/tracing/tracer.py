@@ -83,11 +83,11 @@ def trace(
 
     with _without_collection():
         captured, lowered = run(batch_size, {})
-        operators, groups = find_blocks(lowered)
-        lowered.operators = list(operators)
+        order, groups = find_blocks(lowered)
+        operators = {operator.id: operator for operator in lowered.operators}
         if any(dim is not None for dim in dims.values()):
             marked = mark_batch(lowered, groups, batch_size, _containers(model), lambda b, cuts: run(b, cuts)[1])
-            operators = marked.operators
+            operators = {operator.id: operator for operator in marked.operators}
             if marked.reason is not None:
                 warnings.append(f"the batch of {batch_size} is not split, since no other size works: {marked.reason}")
                 dims = dict.fromkeys(dims)
@@ -98,7 +98,7 @@ def trace(
         parameters=tuple(lowered.parameters),
         buffers=tuple(lowered.buffers),
         constants=tuple(lowered.constants),
-        operators=operators,
+        operators=tuple(operators[name] for name in order),
         outputs=tuple(lowered.outputs),
         loss=lowered.loss,
         batch_size=batch_size,

@@ -1,4 +1,5 @@
-"""Both sides in float64: the traced graph with its types changed, and a mode under which the plain model casts to float64.
+"""Both sides in float64: the traced graph with its types changed, and a mode under which the plain model casts to
+float64.
 
 Structure, names and literals of the graph stay, so that a plan of the graph is a plan of the changed one.
 """
@@ -30,7 +31,9 @@ def in_double(graph: OpGraph) -> OpGraph:
 
     return replace(
         graph,
-        values={name: replace(value, dtype=_WIDER.get(value.dtype, value.dtype)) for name, value in graph.values.items()},
+        values={
+            name: replace(value, dtype=_WIDER.get(value.dtype, value.dtype)) for name, value in graph.values.items()
+        },
         operators=tuple(replace(op, args=wide(op.args), kwargs=wide(op.kwargs)) for op in graph.operators),
         _cache={},
     )

@@ -34,15 +34,18 @@ class Measure:
 
     def __str__(self) -> str:
         verdict = "" if self.passed else ", too large"
-        return f"{self.kind}: {self.error:.1e} of {self.tolerance:.0e} ({self.num_tensors}, worst {self.worst}{verdict})"
+        return (
+            f"{self.kind}: {self.error:.1e} of {self.tolerance:.0e} ({self.num_tensors}, worst {self.worst}{verdict})"
+        )
 
 
 @dataclass(frozen=True)
 class Verification:
     """The outcome of :func:`verify`.
 
-    ``measures``: of loss, outputs, gradients, parameters and buffers. ``collectives``: bytes that the first rank sent in a
-    step by (kind, axis). ``differences``: where these are not the plan's own count; None when they were not counted.
+    ``measures``: of loss, outputs, gradients, parameters and buffers. ``collectives``: bytes that the first rank sent
+    in a step by (kind, axis). ``differences``: where these are not the plan's own count; None when they were not
+    counted.
     """
 
     model: str
@@ -69,8 +72,8 @@ class Verification:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plain model computes: loss, outputs by path, and by name gradients (absent ones as zeros), parameters and
-    buffers after a step of AdamW."""
+    """What the plain model computes: loss, outputs by path, and by name gradients (absent ones as zeros), parameters
+    and buffers after a step of AdamW."""
 
     loss: Tensor
     outputs: dict[str, Tensor]
@@ -83,12 +86,15 @@ def measures(
     expected: Expected, results: Sequence[TrialResult], tolerance: float, learning_rate: float
 ) -> Iterator[Measure]:
     """The largest error of each kind over all ranks."""
-    losses = {f"on rank {rank}": _error(result.loss, expected.loss, _size(expected.loss)) for rank, result in enumerate(results)}
+    losses = {
+        f"on rank {rank}": _error(result.loss, expected.loss, _size(expected.loss))
+        for rank, result in enumerate(results)
+    }
     yield _worst("loss", losses, tolerance)
     outputs: dict[str, float] = {}
     for result in results:
         for name, value in result.outputs.items():
-            whole = expected.loss if name not in expected.outputs else expected.outputs[name]
+            whole = expected.outputs.get(name, expected.loss)
             outputs[name] = max(outputs.get(name, 0.0), _error(value, whole, _size(whole)))
     yield _worst("outputs", outputs, tolerance)
     largest = max((_size(gradient) for gradient in expected.gradients.values()), default=0.0)

@@ -1,7 +1,7 @@
 """One step of a program on many ranks, with all that it computes brought together: threads here, or gloo processes.
 
-Enters: a :class:`Trial`. Leaves: a :class:`TrialResult` for each rank, on the CPU. Processes exchange files in a temporary
-folder and find each other through one of them, so that no port is needed.
+Enters: a :class:`Trial`. Leaves: a :class:`TrialResult` for each rank, on the CPU. Processes exchange files in a
+temporary folder and find each other through one of them, so that no port is needed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,10 +56,11 @@ def run_rank(trial: Trial) -> TrialResult:
     """One rank's part; the default process group is there unless the program has one rank only."""
     engine = Engine(load_program(trial.source))
     engine.load(trial.state.__getitem__)
-    outputs = {name: value.clone() for name, value in engine.forward(**trial.inputs).items()}
+    inputs: dict[str, Any] = dict(trial.inputs)
+    outputs = {name: value.clone() for name, value in engine.forward(**inputs).items()}
     engine.load(trial.state.__getitem__)  # the forward pass has moved the statistics of batch norms
     engine.set_ledger(True)
-    loss = engine.step(**trial.inputs)
+    loss = engine.step(**inputs)
     sent = engine.ledger.totals() if engine.ledger is not None else {}
     engine.set_ledger(False)
     gradients = {name: _gradient_pieces(slot) for name, slot in engine.slots.items()}
@@ -118,7 +120,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_second
         if failed:
             rank = failed[0]
             written = (folder / f"log{rank}").read_text(errors="replace").strip()
-            raise TrialError(f"process {rank} of {len(processes)} failed with exit code {codes[rank]}:\n{written[-3000:]}")
+            raise TrialError(
+                f"process {rank} of {len(processes)} failed with exit code {codes[rank]}:\n{written[-3000:]}"
+            )
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > end:
@@ -131,9 +135,7 @@ def main(folder_name: str, rank: str, num_ranks: str) -> None:
     """A process of :func:`run_in_processes`."""
     folder = Path(folder_name)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'ranks'}", rank=int(rank), world_size=int(num_ranks)
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=int(rank), world_size=int(num_ranks))
     result = run_rank(Trial(**torch.load(folder / "trial", weights_only=True, mmap=True)))
     torch.save(result.__dict__, folder / f"result{rank}")
     dist.barrier()

@@ -44,18 +44,20 @@ def verify(
     seed: int = 0,
     timeout_seconds: float = 600.0,
 ) -> Verification:
-    """Run the program of ``plan`` and the plain ``model`` on the same batch and compare everything that training depends on.
+    """Run the program of ``plan`` and the plain ``model`` on the same batch and compare everything that training
+    depends on.
 
-    ``example_inputs``, ``batch_dims``, ``loss_fn``: as given to :func:`autopar.plan`; the inputs must have values. The ranks are
-    threads of this process, or with ``processes`` processes of their own over gloo. A model on meta is given random values
-    from ``seed``. ``count_collectives`` also compares what the first rank sends, kind by kind and byte by byte, with what the
-    plan says. The model is left as it is.
+    ``example_inputs``, ``batch_dims``, ``loss_fn``: as given to :func:`autopar.plan`; the inputs must have values.
+    The ranks are threads of this process, or with ``processes`` processes of their own over gloo. A model on meta is
+    given random values from ``seed``. ``count_collectives`` also compares what the first rank sends, kind by kind and
+    byte by byte, with what the plan says. The model is left as it is.
 
-    Errors are relative: to the largest gradient of the model, to the loss, to the largest value of an output or buffer (all
-    within ``tolerance``), and for a parameter after a step of AdamW to the larger of itself and ``learning_rate`` (within 1e-8).
+    Errors are relative: to the largest gradient of the model, to the loss, to the largest value of an output or
+    buffer (all within ``tolerance``), and for a parameter after a step of AdamW to the larger of itself and
+    ``learning_rate`` (within 1e-8).
 
-    Raises InputError for a model with random operators or without a loss, PlanFileError for a plan of another model, and what
-    the program itself raises. Inequality is no error: see :meth:`Verification.require`.
+    Raises InputError for a model with random operators or without a loss, PlanFileError for a plan of another model,
+    and what the program itself raises. Inequality is no error: see :meth:`Verification.require`.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     traced = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn)
@@ -67,7 +69,7 @@ def verify(
     inputs = [_input(leaf.value) for leaf in traced.example.tensors]
     trial = Trial(
         source=generate(plan, graph),
-        state={state.names[0]: _state(plain, state.names[0]) for state in (*graph.parameters, *graph.buffers)},
+        state={name: _state(plain, name) for name in _state_names(graph)},
         inputs=dict(zip(input_names(graph), _used(traced, inputs), strict=True)),
         learning_rate=learning_rate,
     )
@@ -91,8 +93,8 @@ def _check(traced: Traced, plan: Plan) -> None:
     random = random_operators(graph)
     if random:
         raise InputError(
-            f"{graph.model} draws random numbers ({len(random)} operators, first {random[0]}), which differ between ranks and "
-            "the plain model: set every dropout to 0, or use model.eval()"
+            f"{graph.model} draws random numbers ({len(random)} operators, first {random[0]}), which differ from rank to "
+            "rank: set every dropout to 0, or use model.eval()"
         )
     for leaf in traced.example.tensors:
         if leaf.value.is_meta:
@@ -109,6 +111,10 @@ def _used(traced: Traced, inputs: list[Tensor]) -> list[Tensor]:
     return [by_path[entry.path] for entry in traced.graph.inputs]
 
 
+def _state_names(graph: OpGraph) -> list[str]:
+    return [*(parameter.name for parameter in graph.parameters), *(buffer.name for buffer in graph.buffers)]
+
+
 def _state(model: nn.Module, name: str) -> Tensor:
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
@@ -119,7 +125,11 @@ def _state(model: nn.Module, name: str) -> Tensor:
 
 
 def _run_plain(
-    model: nn.Module, traced: Traced, inputs: list[Tensor], loss_fn: Callable[[Any, Any], Tensor] | None, learning_rate: float
+    model: nn.Module,
+    traced: Traced,
+    inputs: list[Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    learning_rate: float,
 ) -> Expected:
     """Forward, backward and a step of AdamW in one process; changes ``model``."""
     graph, example = traced.graph, traced.example
@@ -131,7 +141,7 @@ def _run_plain(
         leaves = dict(named_leaves(output))
         loss = leaves[_loss_path(graph)] if loss_fn is None else loss_fn(output, given)
         loss.backward()
-    parameters = {state.names[0]: model.get_parameter(state.names[0]) for state in graph.parameters}
+    parameters = {entry.name: model.get_parameter(entry.name) for entry in graph.parameters}
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in parameters.items()
@@ -142,7 +152,7 @@ def _run_plain(
         outputs={entry.path: leaves[entry.path].detach() for entry in graph.outputs},
         gradients=gradients,
         parameters={name: parameter.detach() for name, parameter in parameters.items()},
-        buffers={state.names[0]: _state(model, state.names[0]) for state in graph.buffers},
+        buffers={entry.name: _state(model, entry.name) for entry in graph.buffers},
     )
 
 

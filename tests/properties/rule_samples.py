@@ -40,7 +40,7 @@ class Sample:
                 return "x".join(map(str, argument.shape)) or "scalar"
             if isinstance(argument, tuple):
                 return "[" + ",".join(map(text, argument)) + "]"
-            return str(argument)
+            return argument.name if isinstance(argument, TorchName) else str(argument)
 
         return f"{self.target}({', '.join(text(a) for a in (*self.args, *(v for _, v in self.kwargs)))})"
 
@@ -162,6 +162,7 @@ def _views() -> None:
     _add("view", T(5, 12), (5, 3, 4), meshes=NESTED)
     _add("view", T(5, 3, 2, 2), (5, 12))
     _add("view", T(5, 35), (5, 7, 5))
+    _add("view", T(2, 3, 50), (2, 3, 25, 2), meshes=((2, 3),))
     _add("view", T(4, 6), (6, 4))
     _add("view", T(2, 3, 4), (4, 6))
     _add("view", T(1, 6), (6,))
@@ -272,7 +273,8 @@ def _losses() -> None:
     for reduction in (0, 1, 2):
         _add("cross_entropy_loss", T(10, 7), I(7, 10), None, reduction)
         _add("nll_loss_nd nll_loss", T(10, 7), I(7, 10), None, reduction, 3)
-        _add("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss", T(5, 7), T(5, 7), reduction)
+        _add("mse_loss l1_loss smooth_l1_loss huber_loss", T(5, 7), T(5, 7), reduction)
+        _add("soft_margin_loss", T(5, 7), N(5, 7), reduction)
         _add("kl_div", T(5, 7), N(5, 7), reduction)
         _add("binary_cross_entropy", T(5, 7), N(5, 7), None, reduction)
         _add("binary_cross_entropy_with_logits", T(5, 7), N(5, 7), None, N(7), reduction)
@@ -283,7 +285,6 @@ def _losses() -> None:
     _add("nll_loss_nd nll_loss2d", T(3, 7, 4, 5), I(7, 3, 4, 5), N(7), 2)
     _add("mse_loss", T(6, 8), T(6, 8), meshes=NESTED)
     _add("huber_loss", T(5, 7), T(5, 7), 1, 0.3)
-    _add("mse_loss", T(5, 1), T(5, 7))
     _add("kl_div", T(5, 7), N(5, 7), 1, log_target=True)
 
 
@@ -301,7 +302,7 @@ def _indexing() -> None:
     _add("gather", T(5, 6, 7), 1, I(6, 5, 3, 7))
     _add("gather", T(5, 6, 7), -1, I(7, 4, 6, 5))
     _add("scatter.src scatter_add", T(5, 6), 1, I(1, 5, 1), T(5, 1))
-    _add("scatter.src scatter_add", T(5, 6), 0, I(1, 1, 6), T(3, 6))
+    _add("scatter.src scatter_add", N(5, 6), 0, I(1, 1, 6), N(3, 6))
     _add("scatter.value", T(5, 6), -1, I(6, 5, 2), 0)
     _add("scatter.value", T(5, 6), -1, I(6, 5, 2), 1.5)
     _add("index_add", T(5, 6), 0, I(5, 4), T(4, 6), alpha=2)
@@ -312,6 +313,7 @@ def _indexing() -> None:
 def _pieces() -> None:
     _add("split.Tensor", T(5, 12), 4, -1, meshes=NESTED)
     _add("split.Tensor", T(5, 30, 2), 10, 1)
+    _add("split.Tensor", T(2, 3, 150), 50, 2)
     _add("split.Tensor", T(7, 5), 3)
     _add("split.sizes", T(5, 16), (8, 4, 4), 1)
     _add("split_with_sizes", T(5, 20), (12, 4, 4), -1, meshes=NESTED)

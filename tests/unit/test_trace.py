@@ -290,34 +290,34 @@ def test_views_share_storage() -> None:
     }  # fmt: skip
 
 
-def test_equal_constants_in_the_code_are_one_and_interleaved_blocks_are_gathered() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+class Caller(nn.Module):
+    """Layers in pairs whose residual sums stand in the caller's loop; a constant in each layer's code."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) * torch.tensor([1.0, 0.5, 1.0, 2.0])
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4)]) for _ in range(5))
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(3))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for up, down in self.layers:
+            y = up(x).view(x.shape[0], 2, 4)
+            x = down((y + x[:, None]).flatten(1)) * torch.tensor([1.0, 0.5, 1.0, 2.0]) + x
+        return x.pow(2).sum()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            total = torch.zeros(())
-            for layer in self.layers:
-                y = layer.linear(x)
-                total = total + x.mean()  # between the operators of a block, and no part of it
-                x = x + layer(y)
-            return (x.sum() + total).relu()
 
-    graph = trace(Model(), torch.randn(2, 4)).graph
+def test_what_a_loop_does_between_modules_belongs_to_the_block() -> None:
+    graph = trace(Caller(), torch.randn(2, 4)).graph
     check(graph)
     assert len(graph.constants) == 1
     (group,) = graph.block_groups
-    targets = [[graph.operator_of[name].target for name in block.operators] for block in group.blocks]
-    assert targets == [["aten.linear.default", "aten.linear.default", "aten.mul.Tensor"]] * 3
+    assert (group.name, len(group.blocks)) == ("layers", 5)
+    for block in group.blocks:
+        assert [graph.operator_of[name].target.split(".")[1] for name in block.operators] == [
+            "linear", "view", "unsqueeze", "add", "flatten", "linear", "mul", "add",
+        ]  # fmt: skip
+    marked = [literals(operator.args) for operator in graph.operators if operator.target == "aten.view.default"]
+    assert marked == [[2]] * 5 and graph.warnings == ()
 
 
 def find_batch(graph: OpGraph) -> dict[str, int | None]:

@@ -1,0 +1,240 @@
+"""verify(): equal programs pass, broken ones do not, and what is said about either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, InputError, PlanFileError
+from autopar.mesh import Mesh
+from autopar.options import Parallelism, PlanOptions
+from autopar.planner import plan_graph
+from autopar.plans import Plan
+from autopar.randomness import mode_dependent_operators, random_operators
+from autopar.tracing import trace
+from autopar.verifier import Verification, VerificationError, verify, verifying
+from autopar.verifier.outcome import Expected, measures
+from autopar.verifier.trial import TrialResult
+from cost_models import Cluster
+from tests.support import models
+from tests.support.plans import make_plan
+
+LOSS = {"mlp": models.cross_entropy}
+
+
+def planned(name: str, num_devices: int, **degrees: Any) -> tuple[nn.Module, Plan, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, inputs = models.ZOO[name](8)
+    graph = trace(model, inputs, loss_fn=LOSS.get(name)).graph
+    options = PlanOptions(parallelism=Parallelism(**degrees))
+    return model, plan_graph(graph, Cluster.local(num_devices), options), inputs
+
+
+def errors(found: Verification) -> dict[str, float]:
+    return {measure.kind: measure.error for measure in found.measures}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "degrees"),
+    [
+        ("mlp", 4, {"data": 2, "tensor": 2}),
+        ("gpt2", 3, {"tensor": 3}),
+        ("llama", 2, {"data": 2, "zero": 3}),
+        ("resnet", 2, {"data": 2}),
+    ],
+)
+def test_programs_are_equal_to_their_models(name: str, num_devices: int, degrees: dict[str, int]) -> None:
+    model, plan, inputs = planned(name, num_devices, **degrees)
+    found = verify(model, plan, inputs, loss_fn=LOSS.get(name), count_collectives=True)
+    assert found.require() is found
+    assert found.differences == () and found.collectives
+    kinds = ["loss", "outputs", "gradients", "parameters"]
+    assert [measure.kind for measure in found.measures][:4] == kinds
+    assert found.measures[2].num_tensors == len(list(model.parameters()))
+    if name == "resnet":
+        assert found.measures[4].kind == "buffers" and found.measures[4].num_tensors == len(list(model.buffers()))
+    assert f"{plan.model} on {plan.stages[0].mesh}: equal" in str(found)
+
+
+def test_replicated_plan_without_a_planner() -> None:
+    model, inputs = models.mlp(4)
+    graph = trace(model, inputs, loss_fn=models.cross_entropy).graph
+    plan = make_plan(graph, Mesh((2,), ("data",)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert verify(model, plan, inputs, loss_fn=models.cross_entropy, count_collectives=True).require().collectives == {}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.dtype == torch.float32 and parameter.grad is None for parameter in model.parameters())
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]) -> Verification:
+    """Verify the mlp with a fault put into its program."""
+    model, plan, inputs = planned("mlp", 4, data=2, tensor=2)
+    generate = verifying.generate
+
+    def with_fault(*args: Any) -> str:
+        source = generate(*args)
+        changed = change(source)
+        assert changed != source
+        return changed
+
+    monkeypatch.setattr(verifying, "generate", with_fault)
+    return verify(model, plan, inputs, loss_fn=models.cross_entropy, count_collectives=True)
+
+
+def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = broken(monkeypatch, lambda source: source.replace("F.relu(", "F.leaky_relu("))
+    assert not found.passed
+    assert errors(found)["loss"] > 1e-6 and errors(found)["outputs"] > 1e-6 and not found.differences
+    with pytest.raises(VerificationError, match=r"(?s)NOT equal to the plain model.*loss: .*too large.*please report"):
+        found.require()
+    assert issubclass(VerificationError, AutoparError)
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward is right; the gradients of what comes before the missing step are not, and its traffic is missing."""
+    found = broken(monkeypatch, lambda source: source.replace(" = copy_to(layers_1, mesh.tensor)", " = layers_1"))
+    assert errors(found)["loss"] < 1e-10 and errors(found)["outputs"] < 1e-10
+    assert errors(found)["gradients"] > 1e-6 and errors(found)["parameters"] > 1e-6
+    assert found.measures[2].worst.startswith("layers.0.")
+    assert found.differences is not None and "all_reduce on tensor: the plan says" in found.differences[0]
+
+
+def test_a_wrong_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 somewhere on the way costs nine digits: the bound is tight enough to see it."""
+    found = broken(monkeypatch, lambda source: source.replace("F.relu(layers_0)", "F.relu(layers_0.float().double())"))
+    assert 1e-10 < errors(found)["outputs"] < 1e-6
+
+
+def test_a_fault_of_the_program_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="out of order"):
+        broken(monkeypatch, lambda source: source.replace("F.relu(", "undefined(", 1) + UNDEFINED)
+
+
+UNDEFINED = """
+
+def undefined(x):
+    raise RuntimeError("out of order")
+"""
+
+
+class Mixed(nn.Module):
+    """Computes in bfloat16, but for a norm in float32, with a literal and a factory call on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 4)
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.first(x).float()
+        h = h / h.pow(2).mean(-1, keepdim=True).add(torch.full((), 0.1)).sqrt() * torch.tensor(0.3)
+        logits = self.second(h.to(self.second.weight.dtype))
+        return {"logits": logits, "loss": logits.to(torch.float32).square().mean()}
+
+
+def test_lower_types_are_verified_in_double() -> None:
+    torch.manual_seed(0)
+    model, inputs = Mixed(), {"x": torch.randn(4, 8).bfloat16()}
+    plan = plan_graph(trace(model, inputs).graph, Cluster.local(2), PlanOptions(parallelism=Parallelism(tensor=2)))
+    verify(model, plan, inputs, count_collectives=True).require()
+
+
+def test_meta_models_get_random_values() -> None:
+    real, plan, inputs = planned("gpt2", 2, data=2)
+    with torch.device("meta"):
+        meta = type(real)(real.config).train()
+    found = verify(meta, plan, inputs).require()
+    assert found.differences is None
+    assert all(parameter.is_meta for parameter in meta.parameters())
+
+
+def test_refuses_what_cannot_be_compared() -> None:
+    model, plan, inputs = planned("mlp", 2, data=2)
+    with pytest.raises(PlanFileError, match="made for another model"):
+        verify(model, plan, {**inputs, "x": torch.randn(16, 12), "target": torch.zeros(16).long()}, loss_fn=LOSS["mlp"])
+    on_meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    with pytest.raises(InputError, match="input x is on the meta device"):
+        verify(model, plan, on_meta, loss_fn=LOSS["mlp"])
+    graph = trace(model, {"x": inputs["x"]}).graph
+    with pytest.raises(InputError, match="MLP has no loss to verify"):
+        verify(model, make_plan(graph, Mesh((2,), ("data",))), {"x": inputs["x"]})
+
+
+class Noisy(nn.Module):
+    """Dropout in two forms, and a norm of order 2, which is no chance."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.chance = chance
+        self.drop = nn.Dropout(chance)
+
+    def forward(self, q: Tensor) -> Tensor:
+        p = self.chance if self.training else 0.0
+        h = nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=p)
+        return self.drop(h).norm(2, dim=-1).sum()
+
+
+def test_random_operators() -> None:
+    inputs = (torch.randn(2, 2, 4, 4),)
+    for model, number in ((Noisy(0.5), 2), (Noisy(0.5).eval(), 0), (Noisy(0.0), 0)):
+        graph = trace(model, inputs).graph
+        assert len(random_operators(graph)) == number
+    graph = trace(Noisy(0.5), inputs).graph
+    assert len(mode_dependent_operators(graph)) == 2
+    with pytest.raises(InputError, match=r"draws random numbers \(2 operators.*set every dropout to 0"):
+        verify(Noisy(0.5), make_plan(graph, Mesh((2,), ("data",))), inputs)
+    norm, _ = models.resnet(2)
+    assert mode_dependent_operators(trace(norm, models.resnet(2)[1]).graph)
+
+
+# -- measures --------------------------------------------------------------------------------------------------------
+
+
+def result(**changes: Any) -> TrialResult:
+    """What one rank of a model with one parameter of three elements has."""
+    facts: dict[str, Any] = {
+        "outputs": {"y": torch.tensor([1.0, float("-inf"), float("nan")])},
+        "loss": torch.tensor(4.0),
+        "gradients": {"w": [((0,), torch.tensor([1.0, 2.0, 3.0]))]},
+        "parameters": {"w": [((0,), torch.zeros(3))]},
+        "buffers": {"count": torch.tensor(1)},
+        "sent": {},
+    }
+    return TrialResult(**(facts | changes))
+
+
+def error_of(kind: str, **changes: Any) -> float:
+    expected = Expected(
+        loss=torch.tensor(4.0),
+        outputs={"y": torch.tensor([1.0, float("-inf"), float("nan")])},
+        gradients={"w": torch.tensor([1.0, 2.0, 3.0])},
+        parameters={"w": torch.zeros(3)},
+        buffers={"count": torch.tensor(1)},
+    )
+    found = {measure.kind: measure.error for measure in measures(expected, [result(), result(**changes)], 1e-10, 0.5)}
+    assert all(error == 0 for other, error in found.items() if other != kind)
+    return found[kind]
+
+
+def test_measures() -> None:
+    assert error_of("loss") == 0.0
+    assert error_of("loss", loss=torch.tensor(5.0)) == 0.25
+    assert error_of("outputs", outputs={"y": torch.tensor([0.0, float("-inf"), float("nan")])}) == 1.0
+    assert error_of("outputs", outputs={"y": torch.tensor([1.0, 0.0, float("nan")])}) == float("inf")
+    assert error_of("outputs", outputs={"y": torch.ones(2)}) == float("inf")
+    assert error_of("gradients", gradients={"w": [((1,), torch.tensor([2.0, 3.3]))]}) == pytest.approx(0.1)
+    assert error_of("parameters", parameters={"w": [((2,), torch.tensor([0.1]))]}) == pytest.approx(0.2)
+    assert error_of("buffers", buffers={"count": torch.tensor(2)}) == float("inf")
+
+
+def test_pieces_that_do_not_make_up_the_whole_are_an_error() -> None:
+    expected = Expected(torch.tensor(1.0), {}, {"w": torch.ones(3)}, {}, {})
+    partial = result(
+        gradients={"w": [((0,), torch.ones(2))]}, loss=torch.tensor(1.0), outputs={}, parameters={}, buffers={}
+    )
+    found = {measure.kind: measure.error for measure in measures(expected, [partial], 1e-10, 1e-3)}
+    assert found["gradients"] == float("inf")
