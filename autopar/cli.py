@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from autopar.plans import Plan
     from autopar.references import ModelSource
 
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 Progress = Callable[[str], None]
 
 CLUSTER_HELP = "a JSON file, local:4 (processes on this machine), or 8x8:H100-SXM (nodes x devices of a kind)"
@@ -60,23 +62,29 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    plan = commands.add_parser(
-        "plan", help="find the best plan for a model on a cluster", description="Find the best plan."
-    )
+    for add in (_add_plan, _add_report, _add_run, _add_verify, _add_demo):
+        add(commands)
+    return top
+
+
+def _add_plan(commands: Commands) -> None:
+    plan = commands.add_parser("plan", help="find the best plan for a model on a cluster", description="Find the best plan.")
     plan.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     plan.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
     plan.add_argument("--json", action="store_true", help="print the report as JSON")
     _add_planning(plan, "local:4")
     plan.set_defaults(command=plan_command)
 
-    report = commands.add_parser(
-        "report", help="show the report of a plan", description="Show what a plan does and costs."
-    )
+
+def _add_report(commands: Commands) -> None:
+    report = commands.add_parser("report", help="show the report of a plan", description="Show what a plan does and costs.")
     report.add_argument("plan", metavar="PLAN.json", nargs="?", help="a plan written by 'autopar plan --out'")
     report.add_argument("--json", action="store_true", help="print the report as JSON")
     report.add_argument("--schema", action="store_true", help="print the JSON Schema of reports instead")
     report.set_defaults(command=report_command)
 
+
+def _add_run(commands: Commands) -> None:
     run = commands.add_parser(
         "run",
         help="train some steps",
@@ -90,26 +98,26 @@ def parser() -> argparse.ArgumentParser:
     _add_planning(run, "local:2")
     run.set_defaults(command=run_command)
 
+
+def _add_verify(commands: Commands) -> None:
     verify = commands.add_parser(
         "verify",
         help="compare a plan's program with the plain model",
-        description="Run the program on simulated ranks in float64 and compare loss, gradients and parameters after a step.",
+        description="Run the program on simulated ranks in float64 and compare loss, outputs, gradients, parameters after a "
+        "step, and the bytes sent.",
     )
     verify.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    verify.add_argument(
-        "plan", metavar="PLAN.json", nargs="?", help="the plan to verify; without it the model is planned"
-    )
-    verify.add_argument(
-        "--processes", action="store_true", help="use real processes (torchrun) instead of simulated ranks"
-    )
+    verify.add_argument("plan", metavar="PLAN.json", nargs="?", help="the plan to verify; without it the model is planned")
+    verify.add_argument("--processes", action="store_true", help="use real processes (gloo) instead of simulated ranks")
     _add_planning(verify, "local:4")
     verify.set_defaults(command=verify_command)
 
+
+def _add_demo(commands: Commands) -> None:
     demo = commands.add_parser("demo", help="plan and train a small GPT-2 on this machine", description="See it work.")
     demo.add_argument("--devices", type=_positive, default=4, metavar="N", help="processes (default 4)")
     demo.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to train (default 20)")
     demo.set_defaults(command=demo_command)
-    return top
 
 
 def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
@@ -277,7 +285,7 @@ def demo_command(parsed: argparse.Namespace) -> int:
     predicted = chosen.report()["predicted"]["step_seconds"]
     print(
         f"\nstep: predicted {seconds_text(predicted)}, measured {seconds_text(found.parallel.typical_seconds)} in "
-        f"{parsed.devices} processes; {seconds_text(found.plain.typical_seconds)} in one process"
+        f"{parsed.devices} processes; {seconds_text(found.plain.typical_seconds)} in one process (a thread each)"
     )
     print(f"largest difference of the loss at any step: {found.largest_difference:.1e} (allowed {TOLERANCE:.0e})")
     return 0 if found.passed else 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,11 +52,13 @@ def demo_model() -> nn.Module:
         ) from error
     config = GPT2Config(
         n_layer=4, n_embd=128, n_head=4, vocab_size=256, n_positions=SEQUENCE, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+        attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model.train()
+    model: Any = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what it falls back to, with a warning
+    trained: nn.Module = model.train()
+    return trained
 
 
 def demo_batches(num_steps: int) -> list[dict[str, torch.Tensor]]:
@@ -64,6 +68,17 @@ def demo_batches(num_steps: int) -> list[dict[str, torch.Tensor]]:
     text = (text * (wanted // len(text) + 1))[:wanted]
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(num_steps, BATCH, SEQUENCE)
     return [{"input_ids": batch, "labels": batch.clone()} for batch in tokens]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As in the parallel processes, so that their seconds compare."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def plan_demo(num_devices: int, say: Callable[[str], None]) -> Plan:
@@ -82,6 +97,7 @@ def train_demo(chosen: Plan, num_steps: int, say: Callable[[str], None]) -> Demo
         found = json.loads(Path(folder, "trained.json").read_text())
     parallel = Trained(tuple(found["losses"]), tuple(found["step_seconds"]))
     say("training the same steps in one process")
-    plain = train_plain(demo_model(), demo_batches(num_steps))
+    with one_thread():
+        plain = train_plain(demo_model(), demo_batches(num_steps))
     pairs = zip(parallel.losses, plain.losses, strict=True)
     return DemoResult(parallel, plain, max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs))

@@ -68,14 +68,10 @@ def materialized(model: nn.Module, seed: int = 0) -> nn.Module:
     """A copy of the model on the CPU with initial values in place of tensors on meta; tied tensors stay tied."""
     real = copy.deepcopy(model)
     made: dict[int, Tensor] = {}
-    for (path, module, names), (_, target, _) in zip(list(meta_modules(model)), list(meta_modules(real)), strict=True):
-        values = initial_values(model, path, names, seed)
-        for name in names:
+    for path, target, names in list(meta_modules(real)):
+        for name, value in initial_values(model, path, names, seed).items():
             old = _own(target, name)
-            made[id(old)] = (
-                nn.Parameter(values[name], old.requires_grad) if isinstance(old, nn.Parameter) else values[name]
-            )
-        del module
+            made[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
     for module in real.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -184,7 +180,7 @@ def _from_fresh_copy(module: nn.Module, path: str, names: list[str]) -> dict[str
             f"{', '.join(unknown)} with which to construct it anew; {advice}"
         )
     try:
-        with _lock, torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with _lock, torch.random.fork_rng(devices=[]), torch.device("cpu"), _parameters_on_meta():
             fresh = type(module)(**arguments)
         found = {name: fresh._buffers[name] for name in names}
     except Exception as error:
@@ -197,6 +193,22 @@ def _from_fresh_copy(module: nn.Module, path: str, names: list[str]) -> dict[str
         if value is None or value.is_meta or value.shape != old.shape:
             raise InputError(f"the buffer {path}.{name} has another shape in a fresh {of} than in the model; {advice}")
     return {name: value.to(_own(module, name).dtype) for name, value in found.items() if value is not None}
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While active, constructors keep no parameter's values: only buffers of the fresh module are wanted."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        kept = None if parameter is None else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, kept)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _constructor_arguments(module: nn.Module) -> tuple[dict[str, Any], list[str]]:

@@ -232,7 +232,7 @@ def bind_inputs(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]
             raise InputError(f"there is no input {path}: the example inputs had {', '.join(known)}")
         if leaf.is_tensor:
             if not isinstance(value, Tensor):
-                raise InputError(f"input {path} is a {type(value).__name__}: give a tensor, as in the example inputs")
+                raise InputError(f"input {path} must be a tensor, as in the example inputs, not {type(value).__name__}")
             found[path] = value
         elif isinstance(value, Tensor) or value != leaf.value:
             raise InputError(
@@ -434,7 +434,7 @@ def _fill(engine: Engine, name: str, value: Tensor | None, owner: int, ranks: _R
     slot = engine.slot(name)
     device = engine.mesh.device
     whole = torch.zeros(slot.shape, dtype=slot.dtype) if value is None else value.detach()
-    if ranks.size > 1:
+    if ranks.size > 1 and whole.numel():
         whole = whole.to(device).contiguous()
         dist.broadcast(whole.reshape(-1).view(torch.uint8), src=owner)
     slot.fill(lambda: whole)

@@ -19,6 +19,11 @@ def _tuple(items: Iterable[str]) -> str:
     return f"({given[0]},)" if len(given) == 1 else f"({', '.join(given)})"
 
 
+def one_dim(text: str) -> str:
+    """``(-1,)`` as ``-1``."""
+    return text[1:-2] if text.endswith(",)") else text
+
+
 def _embedding(call: Called) -> str:
     """Rows of a split vocabulary are looked up where they are."""
     weight, ids = call.names[0], call.names[1]
@@ -94,11 +99,11 @@ def _mean(call: Called) -> str:
     shape = call.input_shape()
     over_all = call.operator.target.endswith("default")
     dims = tuple(range(len(shape))) if over_all else dims_argument(call.given(1, "dim"), len(shape))
-    dim = None if over_all else call.literal(call.given(1, "dim"))
+    dim = None if over_all else one_dim(call.literal(call.given(1, "dim")))
     keepdim = False if over_all else call.given(2, "keepdim", False)
     dtype = dict(call.operator.kwargs).get("dtype")
     options = [f"dtype={call.literal(dtype)}"] if dtype is not None else []
-    first = [] if dim is None else [dim, *(["True"] if keepdim else [])]
+    first = [] if dim is None else [dim, *(["keepdim=True"] if keepdim else [])]
     text = joined(f"{call.receiver}.mean", [*first, *options])
     return _averaged(
         call, text, shape, dims, lambda count: [call.names[0], dim or "None", repr(keepdim), count, *options]

@@ -125,9 +125,8 @@ def layouts_of(graph: OpGraph, resolved: Resolved) -> Iterator[tuple[str, Layout
             continue
         seen.add(plan_id)
         plan = resolved.stage.operators[plan_id]
-        outputs = [value for value in operator.outputs if value]
         yield from zip(operator.inputs, plan.inputs, strict=True)
-        yield from zip(outputs, plan.outputs, strict=True)
+        yield from ((value, layout) for value, layout in zip(operator.outputs, plan.outputs, strict=True) if value)
 
 
 def _parts(layout: Layout, dim: int, mesh_shape: tuple[int, ...]) -> int | None:

@@ -14,6 +14,8 @@ from autopar.codegen.scope import AxisCuts, Scope
 from autopar.graph import BatchLiteral, DeviceArgument, Operator, OpGraph, Ref, TorchName
 from autopar.layout import Layout
 
+_NO_END = 2**63 - 1  # the end of a slice that has none
+
 
 @dataclass(frozen=True)
 class Called:
@@ -58,6 +60,10 @@ class Called:
             return self.scope.batch_literal(argument.value)
         if isinstance(argument, float) and not math.isfinite(argument):
             return f'float("{argument}")'
+        if isinstance(argument, str) and argument.isprintable() and not set(argument) & {'"', "\\"}:
+            return f'"{argument}"'
+        if isinstance(argument, int) and argument == _NO_END:
+            return "None"
         return repr(argument)
 
     def given(self, position: int, name: str, default: Any = None) -> Any:
@@ -97,8 +103,8 @@ def atom(text: str) -> str:
     """The text in parentheses unless an attribute or operator may follow it as it is."""
     node = ast.parse(text, mode="eval").body
     simple = isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
-    number = isinstance(node, ast.Constant) or text.startswith("float(")
-    return text if simple or number else f"({text})"
+    negated = isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)
+    return text if simple or negated or isinstance(node, ast.Constant) else f"({text})"
 
 
 def joined(callee: str, arguments: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from autopar.codegen.axis_aware import AXIS_AWARE
 from autopar.codegen.called import Called, atom, joined
 from autopar.codegen.scope import Scope
-from autopar.codegen.sized import SIZED
+from autopar.codegen.sized import SIZED, short
 from autopar.codegen.spellings import INFIX, PREFIX, PROPERTIES, SAME, Spelling, spellings
 from autopar.graph import Operator, OpGraph, Ref
 from autopar.layout import Layout
@@ -74,6 +74,8 @@ def _spelled(called: Called, spelling: Spelling) -> str | None:
     skipped = False
     for position, parameter in enumerate(spelling.parameters):
         text = args[position] if position < len(args) else rest.pop(parameter.source, None)
+        if text is not None and (parameter.name == "dim" or "pool" in spelling.callee):
+            text = short(text)
         if text is None or not parameter.written or text == parameter.default:
             skipped = skipped or not parameter.keyword_only
         elif parameter.unpacked:
@@ -104,6 +106,8 @@ def _infix(called: Called) -> str:
     if called.kwargs.get("alpha", "1") != "1" or len(called.args) != 2:
         return _by_name(called)
     left, right = (atom(text) for text in called.args)
+    if sign == "**" and left.startswith("-"):
+        left = f"({left})"
     if sign == "+" and right.startswith("-") and right[1:].isdigit():
         sign, right = "-", right[1:]
     return f"{left} {sign} {right}"

@@ -92,7 +92,7 @@ class Wiring:
         for index, value in enumerate(operator.inputs):
             available = self.layout(value)
             group = self._groups.get((operator.id, index))
-            if group is None:
+            if group is None or self.graph.values[value].kind in ("buffer", "constant"):  # these are cut for nothing
                 self.reads[operator.id, index] = Read((value, ""), available, wanted[index])
                 continue
             target = self.resolved.shared(value, group)

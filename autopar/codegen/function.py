@@ -103,9 +103,8 @@ class Function:
                     continue
                 if isinstance(statement, Update) and made is previous:
                     found[key] = made
-                reads_well = isinstance(statement, Compute) and _reads_well(made, statement, made is previous)
-                if reads_well and self._joins(made, statement, lengths):
-                    found[key] = made
+                elif isinstance(statement, Compute) and _reads_well(made, statement, made is previous):
+                    found.update({key: made} if self._joins(made, statement, lengths) else {})
             if isinstance(statement, Compute) and len(statement.writes) == 1 and not _returns_list(statement.operator):
                 before[statement.writes[0]] = statement
             if statement.writes and statement.writes[0] not in found:
@@ -187,6 +186,8 @@ class Function:
         if value.kind == "input":
             path = next(entry.path for entry in self.graph.inputs if entry.value == value.id)
             return identifier(path)
+        if value.id in self.attributes.sources:
+            return _attribute(self.attributes.sources[value.id])
         if value.kind != "computed":
             names = self.arrangement.names_of.get(value.id)
             return identifier("_".join(names[0].split(".")[-2:])) if names else "constant"
@@ -210,7 +211,7 @@ class Function:
 
     def note_names(self, block: int, arguments: Sequence[str]) -> None:
         """Remember what the first block of a kind is given under which names."""
-        names = [argument.removeprefix("self.").removesuffix("()") for argument in arguments]
+        names = [_attribute(argument) for argument in arguments]
         self.given_names.setdefault(self.arrangement.kind_of[block], names)
 
     def release(self, at: int, statement: Statement) -> dict[Key, str]:
@@ -286,7 +287,8 @@ class Function:
 
     def _call(self, operator: Operator, inputs: Sequence[str]) -> str:
         plan = self.wiring.resolved.operator(operator.id)
-        written = call(operator, inputs, plan.inputs, plan.outputs, self.graph, self.mesh, self.scope)
+        outputs = [layout for value, layout in zip(operator.outputs, plan.outputs, strict=True) if value]
+        written = call(operator, inputs, plan.inputs, outputs, self.graph, self.mesh, self.scope)
         for name, length in self.lists.items():
             every = ", ".join(f"{name}[{at}]" for at in range(length))
             written = written.replace(f"[{every}]", name).replace(f"({every})", name)
@@ -337,7 +339,7 @@ class Function:
     def _fetch(self, at: int, statement: Statement) -> list[str]:
         key = statement.writes[0]
         source = self.attributes.sources[key[0]]
-        name = self.new_name(identifier(source.removeprefix("self.").removesuffix("()")))
+        name = self.new_name(_attribute(source))
         self.names[key] = name
         return text.line(f"{name} = {source}", _INDENT)
 
@@ -362,6 +364,11 @@ class Function:
             and (self.graph.values[key[0]].storage or key[0]) not in self.saved
         ]
         return text.line(f"del {', '.join(dict.fromkeys(names))}", _INDENT) if names else []
+
+
+def _attribute(expression: str) -> str:
+    """``self.weight()`` -> ``weight``."""
+    return identifier(expression.removeprefix("self.").removesuffix("()"))
 
 
 def _goes_on(operator: Operator) -> bool:

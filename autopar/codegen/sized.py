@@ -232,9 +232,9 @@ def _convolution(call: Called) -> str:
         if text is None or text in _NEUTRAL[name]:
             skipped = True
         elif skipped:
-            arguments.append(f"{name}={_short(text)}")
+            arguments.append(f"{name}={short(text)}")
         else:
-            arguments.append(_short(text))
+            arguments.append(short(text))
     return joined(call.scope.functional(call.kind), arguments)
 
 
@@ -248,12 +248,12 @@ def _tuples(item: str) -> set[str]:
 
 
 _NEUTRAL = {
-    "bias": {"None"}, "stride": _tuples("1"), "padding": _tuples("0") | {"'valid'"}, "output_padding": _tuples("0"),
+    "bias": {"None"}, "stride": _tuples("1"), "padding": _tuples("0") | {'"valid"'}, "output_padding": _tuples("0"),
     "dilation": _tuples("1"), "groups": {"1"},
 }  # fmt: skip
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
     """``(2, 2)`` as ``2``."""
     items = text.strip("()").replace(" ", "").strip(",").split(",")
     return items[0] if text.startswith("(") and len(set(items)) == 1 and items[0].lstrip("-").isdigit() else text

@@ -14,16 +14,16 @@ def docstring(plan: Plan, graph: OpGraph, dims: BatchDims) -> list[str]:
     """The lines of the module's docstring."""
     stage = plan.stages[0]
     written = f"Written by autopar {__version__} from plan {plan.fingerprint[:12]}; edits will be overwritten."
-    first = f'"""{graph.model} on {stage.mesh}. {written}'
+    first = f'"""{graph.model} on {stage.mesh}.'
     axes = [line for axis in range(stage.mesh.num_axes) for line in _axis(stage, graph, dims, axis)]
     if not axes:
-        return [f'{first}"""']
+        return [first, "", written, '"""', ""]
     words = [
         "",
         "Layouts in comments, one word for each axis: S0 sharded along dim 0, R replicated, G replicated with a gradient that",
         "is a sum of terms, P a sum of terms.",
     ]
-    return [first, "", *axes, *words, '"""', ""]
+    return [first, "", written, "", *axes, *words, '"""', ""]
 
 
 def _axis(stage: StagePlan, graph: OpGraph, dims: BatchDims, axis: int) -> list[str]:

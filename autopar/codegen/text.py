@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import keyword
+import textwrap
 from collections.abc import Sequence
 
 from autopar.layout import Layout, Shard, State
@@ -63,7 +64,7 @@ def line(code: str, indent: int, comment: str = "") -> list[str]:
     whole = f"{pad}{code}  # {comment}" if comment else pad + code
     if len(whole) <= LINE_LENGTH:
         return [whole]
-    above = [f"{pad}# {comment}"] if comment else []
+    above = [f"{pad}# {part}" for part in textwrap.wrap(comment, LINE_LENGTH - indent - 2, break_long_words=False)]
     if len(pad + code) <= LINE_LENGTH:
         return [*above, pad + code]
     return above + _broken(code, indent)

@@ -324,8 +324,8 @@ def _keys(slots: Sequence[Slot], metadata: Metadata, folder: Path) -> dict[str, 
         )
     if differing:
         raise ProgramError(
-            f"the checkpoint in {folder} has tensors of other shapes ({_listed(differing)}): load it into a model of the "
-            "same sizes"
+            f"the checkpoint in {folder} has tensors of other shapes ({_listed(differing)}): load it into a model "
+            "of the same sizes"
         )
     return found
 

@@ -62,7 +62,7 @@ def branch_and_bound(
     except NothingLeft:
         return Closed(upper, None)
     tree = _Tree(problem, structure, limits, stop_at, upper)
-    points = ()
+    points: tuple[Point, ...] = ()
     if known is not None:
         choices = np.array(known, dtype=np.int64)
         points = (Point(choices, network.totals(choices)),)

@@ -80,5 +80,3 @@ def _arcs(structure: Structure) -> tuple[list[_Arc], dict[_Arc, tuple[int, int]]
 def num_choices(structure: Structure, domains: dict[int, IntArray]) -> int:
     """Choices left, over all nodes."""
     return sum(domains[role].size for role in structure.roles)
-
-

@@ -131,7 +131,13 @@ class _Graph:
     def copy(self) -> _Graph:
         of_variable = {variable: dict(numbers) for variable, numbers in self.of_variable.items()}
         return _Graph(
-            self.recorder.copy(), self.sizes, dict(self.factors), of_variable, list(self.scalars), list(self.steps), self.added
+            self.recorder.copy(),
+            self.sizes,
+            dict(self.factors),
+            of_variable,
+            list(self.scalars),
+            list(self.steps),
+            self.added,
         )
 
 

@@ -100,19 +100,28 @@ class Recorder:
             Term(table, axes, permutation, tuple(sizes[axis] if axis in axes else 1 for axis in range(num_axes)))
             for table, axes, permutation in terms
         )
-        op = Op(aligned, _groups(aligned), tuple(sizes), len(self.shapes))
+        op = Op(aligned, _groups(aligned, sizes), tuple(sizes), len(self.shapes))
         self.shapes.append(tuple(sizes[1:]))
         self._op_numbers[inputs] = len(self.ops)
         self.ops.append(op)
         return len(self.ops) - 1
 
 
-def _groups(terms: tuple[Term, ...]) -> tuple[tuple[int, ...], ...]:
-    """Terms whose axes lie within those of a larger one are added to it before anything is combined."""
+def _groups(terms: tuple[Term, ...], sizes: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Terms whose axes lie within those of a larger one are added to it before anything is combined.
+
+    Not to one as large as all axes together, if it is too large for the cache: that is read once, piece by piece.
+    """
+    everything = math.prod(sizes)
     groups: list[list[int]] = []
     for index in sorted(range(len(terms)), key=lambda index: -len(terms[index].axes)):
         axes = set(terms[index].axes)
-        home = next((group for group in groups if axes <= set(terms[group[0]].axes)), None)
+        home = None
+        for group in groups:
+            leader = terms[group[0]]
+            if axes <= set(leader.axes) and not _CHUNK_ENTRIES < everything == math.prod(leader.shape):
+                home = group
+                break
         if home is None:
             groups.append([index])
         else:
@@ -124,7 +133,7 @@ def _aligned_groups(op: Op, values: list[FloatArray]) -> list[FloatArray]:
     result = []
     for group in op.groups:
         total = None
-        for index in group:
+        for index in reversed(group):  # the smallest first, so that one sum only is as large as the group
             term = op.terms[index]
             value = values[term.table].transpose(term.permutation).reshape(term.shape)
             total = value if total is None else total + value

@@ -14,6 +14,7 @@ exceeds a budget by the solver's tolerance is excluded by a cut, since budgets a
 from __future__ import annotations
 
 import math
+
 import numpy as np
 from ortools.linear_solver import pywraplp
 

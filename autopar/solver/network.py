@@ -12,7 +12,6 @@ w_0 c + sum_r lambda_r m_r, where c is finite, and infinity elsewhere           
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,9 +33,8 @@ class Table:
         """The table with only the choices of `domains`, one array of indices per dim."""
         if all(domain.size == size for domain, size in zip(domains, self.costs_seconds.shape)):
             return self
-        grid = np.ix_(*domains)
         memory = self.memory_bytes
-        return Table(self.costs_seconds[grid], None if memory is None else memory[(slice(None), *grid)])
+        return Table(_select(self.costs_seconds, domains), None if memory is None else _select(memory, domains))
 
     def squeezed(self) -> Table:
         """The table without dims of one choice."""
@@ -47,6 +45,14 @@ class Table:
         return Table(
             self.costs_seconds.reshape(shape), None if memory is None else memory.reshape(memory.shape[0], *shape)
         )
+
+
+def _select(array: FloatArray, domains: tuple[IntArray, ...]) -> FloatArray:
+    """The entries of the last dims at these indices."""
+    first = array.ndim - len(domains)
+    for position, domain in enumerate(domains):
+        array = array.take(domain, axis=first + position)
+    return array
 
 
 def weighted(table: Table, weights: FloatArray) -> FloatArray:

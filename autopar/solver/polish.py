@@ -22,7 +22,8 @@ class _Moves:
     """Changes of all single exchanges around a current assignment, kept up to date."""
 
     def __init__(self, network: Network, choices: IntArray) -> None:
-        self.network, self.choices = network, choices.copy()
+        self.network = network
+        self.choices: IntArray = choices.copy()
         self.near: list[list[tuple[int, int, bool]]] = [[] for _ in network.sizes]
         for source, target, table in network.edges:
             self.near[source].append((target, table, False))
@@ -70,7 +71,7 @@ def polish(network: Network, choices: IntArray, budgets_bytes: FloatArray, most_
             step = _best_pair(moves, totals, budgets_bytes)
         if step is None:
             break
-        before = moves.choices.copy()
+        before: IntArray = moves.choices.copy()
         for move in step:
             moves.apply(move)
         after = network.totals(moves.choices)

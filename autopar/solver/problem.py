@@ -67,7 +67,9 @@ class Repeat:
             raise InputError("a Repeat needs at least one instance with at least one node")
         lengths = sorted({len(instance) for instance in self.instances})
         if len(lengths) > 1:
-            raise InputError(f"the instances of a Repeat must be aligned position by position, their lengths: {lengths}")
+            raise InputError(
+                f"the instances of a Repeat must be aligned position by position, their lengths: {lengths}"
+            )
         if self.max_variants is not None and self.max_variants < 1:
             raise InputError(f"max_variants must be at least 1 or None, it is {self.max_variants}")
 
@@ -92,7 +94,9 @@ class Problem:
     def __post_init__(self) -> None:
         num_nodes = len(self.node_costs_seconds)
         if len(self.node_memory_bytes) != num_nodes:
-            raise InputError(f"{num_nodes} nodes have costs, {len(self.node_memory_bytes)} have memory (None is allowed)")
+            raise InputError(
+                f"{num_nodes} nodes have costs, {len(self.node_memory_bytes)} have memory (None is allowed)"
+            )
         if self.names and len(self.names) != num_nodes:
             raise InputError(f"{len(self.names)} names for {num_nodes} nodes")
         _check_array(self.memory_budgets_bytes, 1, "memory_budgets_bytes")
@@ -195,8 +199,7 @@ class Problem:
     def variants_of(self, choices: tuple[int, ...]) -> tuple[int, ...]:
         """How many different tuples of choices the instances of each repeat take."""
         return tuple(
-            len({tuple(choices[node] for node in instance) for instance in repeat.instances})
-            for repeat in self.repeats
+            len({tuple(choices[node] for node in instance) for instance in repeat.instances}) for repeat in self.repeats
         )
 
     def within_variants(self, choices: tuple[int, ...]) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.network import IntArray
+from autopar.solver.network import IntArray, Table
 from autopar.solver.problem import Edge, FloatArray, Problem
 
 
@@ -94,9 +94,8 @@ def _merged(
     merged: dict[tuple[int, int], FloatArray] = {}
     for edge in problem.edges:
         source, target = edge.source, edge.target
-        grid = np.ix_(domains[source], domains[target])
-        memory = edge.memory_bytes
-        stack = _stack(edge.costs_seconds[grid], None if memory is None else memory[(slice(None), *grid)], problem.num_rows)
+        part = Table(edge.costs_seconds, edge.memory_bytes).restricted((domains[source], domains[target]))
+        stack = _stack(part.costs_seconds, part.memory_bytes, problem.num_rows)
         if source == target:
             left[source] = left[source] + np.diagonal(stack, axis1=1, axis2=2)
             continue

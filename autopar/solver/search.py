@@ -1,7 +1,7 @@
 """The two methods for real problems, end to end: what every answer goes through besides the optimisation itself.
 
-    Problem -> network -> structure (blocks) -> domains -> multipliers -> branch and bound -> variants -> Assignment
-    Problem -> `ilp.solve_ilp`                                                            -> variants -> Assignment
+Problem -> network -> structure (blocks) -> domains -> multipliers -> branch and bound -> variants -> Assignment
+Problem -> `ilp.solve_ilp`                                                            -> variants -> Assignment
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from autopar.solver.problem import Assignment, FloatArray, Problem, Status, answ
 from autopar.solver.reduction import reduced
 from autopar.solver.repetition import plain_structure, structure_of
 from autopar.solver.variants import Choices, limit_variants
+
+# Branch and bound evaluates each undecided node some forty times before it has branched at all.
+_LEAST_OPS_PER_NODE = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +67,7 @@ def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
             if over:
                 facts = ", ".join(f"row {row} needs {smallest[row]:g}, has {state.budgets[row]:g}" for row in over)
                 return _Found(None, math.inf, (), smallest, f"memory budgets are too small, in bytes: {facts}")
-            for _ in range(limits.rounds):
-                settled = state.ascend(limits.probes)
-                if not state.closed:
-                    state.improve()
-                if state.closed or (state.narrow and len(network.edges) > limits.ilp_pairs):
-                    break
-                if not state.prune() and settled:
-                    break
+            _rounds(state)
         if not state.closed:
             message = _finish(state)
     except OutOfTime:
@@ -82,14 +78,31 @@ def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
     return _Found(best, lower, points, smallest, message)
 
 
+def _rounds(state: Lagrangian) -> None:
+    """Ascend, splice and prune, until the gap is good enough for the problem's size or nothing changes any more."""
+    large = len(state.network.edges) > state.limits.ilp_pairs
+    for _ in range(state.limits.rounds):
+        split, gap = bool(state.oracle.program.copies), state.upper - state.lower
+        settled = state.ascend(state.limits.probes)
+        if not state.closed:
+            state.improve()
+        if state.closed or (state.narrow and large and not split):
+            return
+        shrunk = state.prune()
+        if not shrunk and settled and not (split and state.upper - state.lower < 0.95 * gap):
+            return
+
+
 def _finish(state: Lagrangian) -> str:
     """Close the gap on the choices that are left: branch and bound, then the integer program if it is small."""
     limits, problem = state.limits, state.problem
     domains = tuple(state.domains[role] for role in state.structure.roles)
+    most_ops = limits.branch_ops if state.narrow else limits.wide_branch_ops
+    if sum(domain.size > 1 for domain in domains) * _LEAST_OPS_PER_NODE > most_ops:
+        return "stopped at the limits of the search"
     small = reduced(problem, domains)
     constant = float(small.constant[0])
     if math.isfinite(state.upper):
-        most_ops = limits.branch_ops if state.narrow else limits.wide_branch_ops
         known = None if state.best is None else small.shrink(state.best.tolist())
         closed = branch_and_bound(
             small.problem, known, state.upper - constant, state.at, limits, most_ops, state.stop_at

@@ -21,18 +21,19 @@ from autopar.solver.network import IntArray
 from autopar.solver.problem import FloatArray
 from autopar.solver.repetition import Structure, without_blocks
 
-# About 0.4 s of additions and comparisons per evaluation, more for larger graphs, and 512 MB of tables.
-_MOST_WORK, _MOST_WORK_PER_NODE = 400_000_000, 500_000
+# About 0.1 s of additions and comparisons per evaluation, more where there are many ops, and 512 MB of tables.
+_MOST_WORK, _MOST_WORK_PER_OP = 100_000_000, 500_000
 _MOST_ENTRIES = 1 << 26
-_TIGHTENINGS = 4
+_TIGHTENINGS = 2
+# A gap between the copies' bound and an assignment that is not worth tightening.
+_AGREED = 1e-4
 _MOST_FIXED_PROGRAMS = 8
 
 
 def _too_large(program: Program) -> bool:
-    num_nodes = len(program.structure.network.sizes)
     ops = program.recorder.ops
-    work = sum(op.work for op in ops)
-    return work > max(_MOST_WORK, _MOST_WORK_PER_NODE * num_nodes) or sum(op.num_entries for op in ops) > _MOST_ENTRIES
+    entries = sum(op.num_entries for op in ops)
+    return program.work > max(_MOST_WORK, _MOST_WORK_PER_OP * len(ops)) or entries > _MOST_ENTRIES
 
 
 def within_limits(structure: Structure, domains: dict[int, IntArray]) -> Program:
@@ -93,21 +94,30 @@ class Oracle:
 
     def minimise(self, weights: FloatArray) -> tuple[float, IntArray | None]:
         """A lower bound (the minimum itself if nothing is split) and an assignment; (infinity, None) if there is none."""
-        if self.program.copies:
+        bound, found = self._attempt(weights)
+        if found is not None and found[0] - bound > _AGREED * abs(found[0]):
             self.tighten(weights)
+            tightened, again = self._attempt(weights)
+            bound = max(bound, tightened)
+            if again is not None and again[0] < found[0]:
+                found = again
+        return bound, None if found is None else found[1]
+
+    def _attempt(self, weights: FloatArray) -> tuple[float, tuple[float, IntArray] | None]:
+        """The bound with the present shares, and the best assignment by vote with its value."""
         values = self._evaluate(self.program, weights)
         bound = self.program.value(values)
         if not np.isfinite(bound):
             return bound, None
         decoded = self.program.decode(values)
-        if not self.program.copies:
-            return bound, decoded.choices
+        if all(len(set(votes)) == 1 for votes in decoded.votes.values()):
+            return bound, (bound, decoded.choices)
         best: tuple[float, IntArray] | None = None
         for votes in _ballots(decoded.votes):
             found = self._with_fixed(votes, weights)
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
-        return bound, None if best is None else best[1]
+        return bound, best
 
     def _with_fixed(self, votes: tuple[tuple[int, int], ...], weights: FloatArray) -> tuple[float, IntArray] | None:
         """The minimum with some nodes fixed to choices."""
@@ -171,7 +181,9 @@ def _moved(
         regrets = [marginals[entry.base] - marginals[entry.base].min() for entry in own]
         finite = np.isfinite(regrets).all(axis=0)
         count = sum(entry.count for entry in own)
-        mean = np.sum([entry.count * np.where(finite, regret, 0.0) for entry, regret in zip(own, regrets)], axis=0) / count
+        mean = (
+            np.sum([entry.count * np.where(finite, regret, 0.0) for entry, regret in zip(own, regrets)], axis=0) / count
+        )
         for entry, regret in zip(own, regrets):
             change = np.where(finite, mean - np.where(finite, regret, 0.0), 0.0)
             moved[entry.base] = shares.get(entry.base, np.zeros(change.size)) + step * change

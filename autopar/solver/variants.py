@@ -86,9 +86,7 @@ def bundled(problem: Problem, pools: dict[int, list[Choices]]) -> tuple[Problem,
     select: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
     sizes = []
     for new, (nodes, number) in enumerate(zip(members, repeat_of)):
-        table = (
-            np.arange(problem.node_costs_seconds[nodes[0]].size)[:, None] if number < 0 else np.array(pools[number])
-        )
+        table = np.arange(problem.node_costs_seconds[nodes[0]].size)[:, None] if number < 0 else np.array(pools[number])
         sizes.append(len(table))
         for position, node in enumerate(nodes):
             home[node], select[node] = new, table[:, position]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from autopar.graph import Operator, OpGraph
+from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.strategies.rule import Dim, RuleFunction, Signature, Term
 from autopar.strategies.signatures import names, place_in_inputs, shape, signature
 
-STATISTIC_BYTES = 4  # log-sum-exp per query, float32
 BACKWARD_PRODUCTS = 2.5  # five matrix products to the forward's two (FlashAttention-2, section 3)
 
 
@@ -42,13 +41,33 @@ def _attention(operator: Operator, graph: OpGraph) -> Signature | None:
         aligned = dims[len(dims) - len(mask) :]
         inputs.append(tuple(dim if size > 1 else () for dim, size in zip(aligned, mask, strict=True)))
     flops = 2.0 * math.prod(output[:-2]) * query[-2] * key[-2] * (query[-1] + value[-1])
-    extra = float(math.prod(output[:-1]) * STATISTIC_BYTES)
+    saves, extra = _saved(operator, graph)
     return signature(
         operator, graph, inputs, [(*leading, queries, (value[-1],))], sizes,
         whole={"q"} if operator.argument(5, "is_causal", False) else (), linear=((2,),), kind="attention", flops=flops,
-        backward_flops=flops * BACKWARD_PRODUCTS, saves=range(len(inputs)), saves_outputs=(0,), saves_extra_bytes=extra,
-        random=bool(operator.argument(4, "dropout_p", 0.0)),
+        backward_flops=flops * BACKWARD_PRODUCTS, saves=saves, saves_outputs=(0,) if 0 in saves else (),
+        saves_extra_bytes=extra, random=bool(operator.argument(4, "dropout_p", 0.0)),
     )  # fmt: skip
+
+
+def _saved(operator: Operator, graph: OpGraph) -> tuple[list[int], float]:
+    """Inputs kept for backward, and bytes besides.
+
+    The fused kernels keep their inputs, the result and the logarithm of each query's sum of exponentials. Where no fused
+    kernel of the CPU applies (dropout, a mask with a gradient, not four dims) the scaled query and key and the
+    probabilities are kept, three times with dropout.
+    """
+    query, key = (graph.values[operator.inputs[index]] for index in range(2))
+    output = graph.values[operator.outputs[0]]
+    item = max(4, ITEM_BYTES[query.dtype])
+    masks = [graph.values[value] for value in operator.inputs[3:]]
+    dropout = bool(operator.argument(4, "dropout_p", 0.0))
+    if dropout or any(mask.requires_grad for mask in masks) or len(query.shape) != 4:
+        probabilities = math.prod(output.shape[:-1]) * key.shape[-2] * item
+        return [2], float(query.num_bytes + key.num_bytes + probabilities * (3 if dropout else 1))
+    converted = sum(mask.num_elements * ITEM_BYTES[query.dtype] for mask in masks if mask.dtype == "bool")
+    kept = [index for index in range(len(operator.inputs)) if graph.values[operator.inputs[index]].dtype != "bool"]
+    return kept, float(math.prod(output.shape[:-1]) * item + converted)
 
 
 def _broadcast(leading: list[Dim], given: tuple[int, ...]) -> list[Dim]:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from autopar.graph import Operator, OpGraph
+from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.strategies.rule import Dim, RuleFunction, Signature, Term, letters_of, shapes_of
 from autopar.strategies.signatures import Extras, needs_gradient, number, shape, signature, written
 
 
-def work(operator: Operator, graph: OpGraph, factors: Sequence[int], flops: float, **extras: object) -> Extras:
+def work(operator: Operator, graph: OpGraph, factors: tuple[int, int], flops: float) -> Extras:
     """Fields that all products share: each of the two ``factors`` is kept for the other's gradient."""
     wanted = needs_gradient(operator, graph)
     first, second = factors
-    saves = [kept for kept, other in ((first, second), (second, first)) if wanted[other]]
-    fields: Extras = {
+    return {
         "kind": "matmul",
         "flops": flops,
         "backward_flops": flops * sum(wanted[index] for index in factors),
-        "saves": saves,
+        "saves": [kept for kept, other in ((first, second), (second, first)) if wanted[other]],
         "linear": ((first,), (second,)),
     }
-    fields.update(extras)  # type: ignore[typeddict-item]
-    return fields
+
+
+def with_bias(fields: Extras, factors: tuple[int, int], bias: int) -> Extras:
+    """The fields of a product that something is added to: linear in either factor only together with it."""
+    first, second = factors
+    linear = ((first, bias), (second, bias))
+    return {**fields, "linear": linear, "additive": (bias,)}
 
 
 def _linear(operator: Operator, graph: OpGraph) -> Signature:
@@ -33,7 +36,7 @@ def _linear(operator: Operator, graph: OpGraph) -> Signature:
     out = "n" if len(weight) == 2 else ""
     w = "n k" if len(weight) == 2 else "k"
     if len(operator.inputs) == 3:
-        fields = work(operator, graph, (0, 1), flops, linear=((0, 2), (1, 2)), additive=(2,))
+        fields = with_bias(work(operator, graph, (0, 1), flops), (0, 1), 2)
         return written(operator, graph, f"b.. k, {w}, {out} -> b.. {out}", **fields)
     return written(operator, graph, f"b.. k, {w} -> b.. {out}", **work(operator, graph, (0, 1), flops))
 
@@ -48,7 +51,15 @@ def _matmul(operator: Operator, graph: OpGraph) -> Signature:
     output = shape(graph, operator.outputs[0])
     flops = 2.0 * math.prod(output) * x[-1]
     text = f"{left}, {right} -> {leading} {rows} {columns}"
-    return written(operator, graph, text, **work(operator, graph, (0, 1), flops))
+    fields = work(operator, graph, (0, 1), flops)
+    if min(len(x), len(y)) > 2 and x[:-2] != y[:-2]:  # what is broadcast is copied
+        wide = [index for index, given in enumerate((x, y)) if given[:-2] != output[:-2]]
+        kept = set(fields["saves"])
+        item = ITEM_BYTES[graph.values[operator.inputs[0]].dtype]
+        elements = sum(math.prod(output[:-2]) * math.prod((x, y)[index][-2:]) for index in wide if index in kept)
+        fields["saves"] = kept - set(wide)
+        fields["saves_extra_bytes"] = float(item * elements)
+    return written(operator, graph, text, **fields)
 
 
 def _product(text: str) -> RuleFunction:
@@ -76,7 +87,7 @@ def _added_product(term: str) -> RuleFunction:
         bias = shape(graph, operator.inputs[0])
         aligned = " ".join(letters[len(letters) - len(bias) :])
         flops = 2.0 * math.prod(shape(graph, operator.inputs[1])) * shape(graph, operator.inputs[2])[-1]
-        fields = work(operator, graph, (1, 2), flops, linear=((0, 1), (0, 2)), additive=(0,))
+        fields = with_bias(work(operator, graph, (1, 2), flops), (1, 2), 0)
         return written(operator, graph, f"{aligned}, {left}, {right} -> {' '.join(letters)}", **fields)
 
     return rule
@@ -87,8 +98,8 @@ def _einsum(operator: Operator, graph: OpGraph) -> Signature | None:
     equation = str(operator.argument(0, "equation")).replace(" ", "")
     if "->" not in equation:
         flat = equation.replace(",", "").replace("...", "")
-        kept = "".join(sorted(letter for letter in set(flat) if flat.count(letter) == 1))
-        equation += "->" + ("..." if "..." in equation else "") + kept
+        once = "".join(sorted(letter for letter in set(flat) if flat.count(letter) == 1))
+        equation += "->" + ("..." if "..." in equation else "") + once
     left, right = equation.split("->")
     text = ", ".join(_spaced(term) for term in left.split(",")) + " -> " + _spaced(right)
     count = len(operator.inputs)
@@ -99,10 +110,35 @@ def _einsum(operator: Operator, graph: OpGraph) -> Signature | None:
     wanted = needs_gradient(operator, graph)
     fields["flops"] = flops
     fields["backward_flops"] = flops * sum(wanted)
-    fields["saves"] = [
-        index for index in range(count) if any(wanted[other] for other in range(count) if other != index)
-    ]
+    saved = [index for index in range(count) if any(wanted[other] for other in range(count) if other != index)]
+    copied = _copied(parsed) if count == 2 else set()
+    fields["saves"] = [index for index in saved if index not in copied]
+    fields["saves_extra_bytes"] = float(
+        sum(graph.values[operator.inputs[index]].num_bytes for index in saved if index in copied)
+    )
     return written(operator, graph, text, **fields)
+
+
+def _copied(rule: Signature) -> set[int]:
+    """Which of two operands einsum copies to multiply them: it joins the dims of a kind (in both and the result, in one
+    and the result, in both only), and those that do not lie side by side are gathered into a new tensor.
+    """
+    sides = [letters_of(term) for term in rule.inputs]
+    output = letters_of(rule.outputs[0])
+    summed = [letter for letter in sides[0] if letter in sides[1] and letter not in output]
+    found = set()
+    for index, own in enumerate(sides):
+        other = sides[1 - index]
+        groups = [
+            [letter for letter in output if letter in own and letter in other],
+            [letter for letter in output if letter in own and letter not in other],
+            summed,
+        ]
+        for group in groups:
+            places = [own.index(letter) for letter in group if rule.sizes[letter] > 1]
+            if places != list(range(min(places, default=0), min(places, default=0) + len(places))):
+                found.add(index)
+    return found
 
 
 def _spaced(term: str) -> str:
@@ -140,8 +176,7 @@ def _convolved(operator: Operator, graph: OpGraph, transposed: bool) -> Signatur
     flops = 2.0 * x[0] * pixels * math.prod(weight)
     fields = work(operator, graph, (0, 1), flops)
     if len(operator.inputs) == 3:
-        fields["linear"] = ((0, 2), (1, 2))
-        fields["additive"] = (2,)
+        fields = with_bias(fields, (0, 1), 2)
     return signature(operator, graph, inputs, [outputs], sizes, **fields)
 
 

@@ -153,7 +153,7 @@ def _dominated(
     Cuts that follow from each other, through the letters that operators share, are one class; a class reaches the
     contractions and attention that have a letter in it.
     """
-    classes = UnionFind()
+    classes: UnionFind[_Place] = UnionFind()
     heavy: dict[_Place, set[str]] = {}
     for operator in operators:
         signature = signatures[operator.id]
@@ -167,12 +167,12 @@ def _dominated(
                     if place:
                         classes.union(here, (value, *place))
     reach: dict[_Place, set[str]] = {}
-    for place, reached in heavy.items():
-        reach.setdefault(classes[place], set()).update(reached)
+    for letter_place, reached in heavy.items():
+        reach.setdefault(classes[letter_place], set()).update(reached)
     beaten: dict[_Place, int] = {}
-    for (value, dim), cuts in state.known.items():
+    for (value, dim), known in state.known.items():
         if value in parameters:
-            _compare([(classes[value, dim, cut], cut.num_units) for cut in cuts], reach, beaten)
+            _compare([(classes[value, dim, cut], cut.num_units) for cut in known], reach, beaten)
     found: dict[str, dict[tuple[str, Cut], int]] = {}
     for operator in operators:
         for letter, cuts_of in letters[operator.id].cuts.items():

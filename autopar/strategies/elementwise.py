@@ -5,7 +5,8 @@ The tables say what eager autograd keeps for backward; sources: ``derivatives.ya
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.strategies.rule import RuleFunction, Signature
@@ -21,16 +22,18 @@ from autopar.strategies.signatures import (
     written,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 KEEPS_INPUT = """
-    abs acos acosh asin asinh atan atanh celu clamp clamp_max clamp_min cos cosh digamma elu erf erfc erfinv exp2 gelu
-    hardsigmoid hardswish hardtanh leaky_relu lgamma log log10 log1p log2 log_sigmoid mish relu6 selu silu sin sinc
-    sinh softplus special_expit square threshold hardshrink softshrink rad2deg deg2rad
-""".split()
-KEEPS_OUTPUT = "exp expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh".split()
+    abs acos acosh asin asinh atan atanh celu clamp clamp_max clamp_min cos cosh digamma elu erf erfc erfinv gelu
+    hardsigmoid hardswish hardtanh leaky_relu lgamma log log10 log1p log2 mish relu6 selu silu sin sinc
+    sinh softplus square threshold hardshrink softshrink """.split()
+KEEPS_OUTPUT = "exp exp2 special_expit expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh".split()
 KEEPS_NOTHING = """
     bitwise_not ceil floor frac isfinite isinf isnan isneginf isposinf logical_not round sgn sign signbit trunc
 """.split()
-LINEAR = "neg negative positive alias clone contiguous detach lift_fresh_copy lift_fresh real imag conj".split()
+LINEAR = "rad2deg deg2rad neg negative positive alias clone contiguous detach lift_fresh_copy lift_fresh real imag conj".split()
 CASTS = "to.dtype to.dtype_layout to.device to.other _to_copy.default type_as.default".split()
 COMPARISONS = "eq ne lt le gt ge greater less greater_equal less_equal not_equal".split()
 LOGICAL = """
@@ -40,26 +43,25 @@ LOGICAL = """
     bitwise_right_shift.Tensor_Scalar isclose.default bitwise_left_shift.Tensor bitwise_right_shift.Tensor
 """.split()
 STEPWISE = """
+    fmod.Scalar remainder.Scalar
     floor_divide.default floor_divide.Scalar div.Tensor_mode div.Scalar_mode heaviside.default nextafter.default
     divide.Tensor_mode
 """.split()
 TWO_KEPT = """
-    atan2.default clamp.Tensor clamp_max.Tensor clamp_min.Tensor fmax.default fmin.default fmod.Scalar fmod.Tensor
-    hypot.default max.other maximum.default min.other minimum.default remainder.Scalar remainder.Tensor xlogy.Tensor
-    xlogy.Scalar_Other pow.Tensor_Scalar polar.default logaddexp.default copysign.Tensor float_power.Tensor_Scalar
+    atan2.default clamp.Tensor clamp_max.Tensor clamp_min.Tensor fmax.default fmin.default fmod.Tensor
+    max.other maximum.default min.other minimum.default remainder.Tensor xlogy.Tensor
+    xlogy.Scalar_Other pow.Tensor_Scalar logaddexp.default float_power.Tensor_Scalar
 """.split()
 SUMS = "add sub subtract".split()
 PRODUCTS = "mul multiply".split()
 QUOTIENTS = "div divide true_divide".split()
 
 
-def pointwise(operator: Operator, graph: OpGraph, saves: Iterable[int] = (), **extras: object) -> Signature:
+def pointwise(operator: Operator, graph: OpGraph, **extras: Unpack[Extras]) -> Signature:
     """All tensors broadcast together."""
     num_outputs = sum(1 for value in operator.outputs if value)
     text = ", ".join(["b.."] * len(operator.inputs)) + " -> " + ", ".join(["b.."] * num_outputs)
-    fields: Extras = {"saves": saves}
-    fields.update(extras)  # type: ignore[typeddict-item]
-    return written(operator, graph, text, **fields)
+    return written(operator, graph, text, **extras)
 
 
 def _keeps_input(operator: Operator, graph: OpGraph) -> Signature:
@@ -80,6 +82,11 @@ def _keeps_inputs(operator: Operator, graph: OpGraph) -> Signature:
 
 def _keeps_all(operator: Operator, graph: OpGraph) -> Signature:
     return pointwise(operator, graph, saves=range(len(operator.inputs)), saves_outputs=(0,))
+
+
+def _log_sigmoid(operator: Operator, graph: OpGraph) -> Signature:
+    """Keeps its input and, on the CPU, as much again."""
+    return pointwise(operator, graph, saves=(0,), saves_extra_bytes=float(graph.values[operator.inputs[0]].num_bytes))
 
 
 def _linear(operator: Operator, graph: OpGraph) -> Signature:
@@ -166,7 +173,8 @@ def _fill(operator: Operator, graph: OpGraph) -> Signature:
 
 
 def _lerp(operator: Operator, graph: OpGraph) -> Signature:
-    return pointwise(operator, graph, linear=((0, 1),), saves=range(len(operator.inputs)))
+    by_tensor = len(operator.inputs) == 3
+    return pointwise(operator, graph, linear=((0, 1),), saves=range(3) if by_tensor else ())
 
 
 def _addcmul(operator: Operator, graph: OpGraph) -> Signature:
@@ -189,23 +197,25 @@ def _table(function: RuleFunction, targets: Iterable[str], overloads: Iterable[s
 
 
 _TENSOR_OR_SCALAR = (".Tensor", ".Scalar")
-_REVERSED: dict[str, Callable[[Operator, OpGraph], Signature]] = {"aten.rsub.Tensor": _sum, "aten.rsub.Scalar": _sum}
 
 RULES: dict[str, RuleFunction] = {
     **_table(_keeps_input, KEEPS_INPUT, (".default",)),
     **_table(_keeps_output, KEEPS_OUTPUT, (".default",)),
     **_table(_keeps_nothing, KEEPS_NOTHING, (".default",)),
+    "aten.polar.default": _keeps_output,
     **_table(_keeps_nothing, COMPARISONS, _TENSOR_OR_SCALAR),
     **_table(_keeps_nothing, LOGICAL),
     **_table(_keeps_nothing, STEPWISE),
     **_table(_keeps_inputs, TWO_KEPT),
-    **_table(_keeps_all, ("pow.Tensor_Tensor", "pow.Scalar", "float_power.Tensor_Tensor")),
+    **_table(
+        _keeps_all, ("pow.Tensor_Tensor", "pow.Scalar", "float_power.Tensor_Tensor", "hypot.default", "copysign.Tensor")
+    ),
     **_table(_linear, LINEAR, (".default",)),
     **_table(_cast, CASTS),
     **_table(_sum, SUMS, _TENSOR_OR_SCALAR),
     **_table(_product, PRODUCTS, _TENSOR_OR_SCALAR),
     **_table(_quotient, QUOTIENTS, _TENSOR_OR_SCALAR),
-    **_REVERSED,
+    **_table(_sum, ("rsub",), _TENSOR_OR_SCALAR),
     **_table(_where, ("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")),
     **_table(_masked_fill, ("masked_fill.Scalar", "masked_fill.Tensor")),
     **_table(_dropout, ("dropout.default", "feature_dropout.default", "alpha_dropout.default")),
@@ -216,6 +226,7 @@ RULES: dict[str, RuleFunction] = {
     "aten.addcmul.default": _addcmul,
     "aten.addcdiv.default": _addcdiv,
     "aten.round.decimals": _keeps_nothing,
+    "aten.log_sigmoid.default": _log_sigmoid,
     "aten.view_as_complex.default": _complex_view("b.. 2 -> b.."),
     "aten.view_as_real.default": _complex_view("b.. -> b.. 2"),
 }

@@ -110,7 +110,7 @@ def _gather(operator: Operator, graph: OpGraph) -> Signature:
             source[dim], index[dim] = (size,), (part,)
     whole = letters_in([source[place]])
     return signature(operator, graph, [tuple(source), tuple(index)], [tuple(index)], sizes, whole=whole,
-                     linear=((0,),), saves=(1,))  # fmt: skip
+                     linear=((0,),), saves=(0, 1))  # fmt: skip
 
 
 def _scatter(operator: Operator, graph: OpGraph) -> Signature | None:
@@ -141,7 +141,7 @@ def _index_add(operator: Operator, graph: OpGraph) -> Signature:
     whole = letters_in([dims[place], *ids])
     linear = ((0, 2),) if "add" in operator.target or "copy" in operator.target else ()
     return signature(operator, graph, [tuple(dims), tuple(ids), source], [tuple(dims)], sizes, whole=whole,
-                     linear=linear, saves=(1,))  # fmt: skip
+                     linear=linear, saves=(1, 2))  # fmt: skip
 
 
 def _one_hot(operator: Operator, graph: OpGraph) -> Signature:

@@ -8,7 +8,6 @@ from autopar.strategies.signatures import (
     is_floating,
     letters_in,
     names,
-    needs_gradient,
     number,
     place_in_inputs,
     shape,
@@ -41,7 +40,7 @@ def _cross_entropy(operator: Operator, graph: OpGraph) -> Signature | None:
     exchanges.append(Exchange("v", "all_reduce", per_row, item, count=4 if smoothed else 3))
     return signature(
         operator, graph, inputs, [output], sizes, exchanges=tuple(exchanges), replicated_after=("v",),
-        flops=4.0 * logits.num_elements, saves=range(1, len(inputs)), saves_extra_bytes=float(logits.num_bytes),
+        flops=4.0 * logits.num_elements, saves=range(1, len(inputs)), saves_extra_bytes=float(logits.num_bytes + item),
     )  # fmt: skip
 
 
@@ -52,7 +51,7 @@ def _nll(operator: Operator, graph: OpGraph) -> Signature | None:
         return None
     inputs, output, sizes, rows = terms
     whole = {"v"} | (letters_in(rows) if number(operator.argument(3, "reduction", MEAN)) == MEAN else set())
-    return signature(operator, graph, inputs, [output], sizes, whole=whole, saves=range(1, len(inputs)))
+    return signature(operator, graph, inputs, [output], sizes, whole=whole, saves=range(len(inputs)))
 
 
 def _class_terms(operator: Operator, graph: OpGraph) -> tuple[list[Term], Term, dict[str, int], Term] | None:
@@ -79,8 +78,12 @@ def _elementwise_loss(operator: Operator, graph: OpGraph) -> Signature | None:
     reduction = number(operator.argument(_reduction_position(operator), "reduction", MEAN))
     text = ", ".join(["b.."] * len(operator.inputs)) + (" -> b.." if reduction == NONE else " ->")
     flops = 3.0 * max(graph.values[value].num_elements for value in operator.inputs)
-    wanted = needs_gradient(operator, graph)
-    return written(operator, graph, text, flops=flops, saves=range(len(wanted)))
+    if (
+        "l1_loss.default" in operator.target and "smooth" not in operator.target
+    ):  # the difference, then its absolute value
+        extra = float(graph.values[operator.inputs[0]].num_bytes)
+        return written(operator, graph, text, flops=flops, saves_extra_bytes=extra)
+    return written(operator, graph, text, flops=flops, saves=range(len(operator.inputs)))
 
 
 def _reduction_position(operator: Operator) -> int:

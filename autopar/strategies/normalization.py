@@ -9,7 +9,10 @@ from autopar.strategies.pieces import along
 from autopar.strategies.rule import Dim, Exchange, RuleFunction, Signature, Term
 from autopar.strategies.signatures import first_shape, letters_in, names, number, place_in_inputs, positive, signature
 
-STATISTIC_BYTES = 4  # saved means and deviations are float32
+
+def statistic_bytes(operator: Operator, graph: OpGraph) -> int:
+    """Bytes of one saved mean or deviation: float32 at least."""
+    return max(4, ITEM_BYTES[graph.values[operator.inputs[0]].dtype])
 
 
 def _layer_norm(operator: Operator, graph: OpGraph) -> Signature:
@@ -20,12 +23,12 @@ def _layer_norm(operator: Operator, graph: OpGraph) -> Signature:
     dims = names("b", given[: len(given) - count], sizes)
     normalized: list[Dim] = [(size,) for size in given[len(given) - count :]]
     inputs: list[Term] = [(*dims, *normalized), *([tuple(normalized)] * (len(operator.inputs) - 1))]
+    item = statistic_bytes(operator, graph)
     rows = math.prod(given[: len(given) - count])
-    statistics = 1 if "rms" in operator.target else 2
-    return signature(
-        operator, graph, inputs, [inputs[0]], sizes, saves=range(min(2, len(inputs))),
-        saves_extra_bytes=float(rows * STATISTIC_BYTES * statistics),
-    )  # fmt: skip
+    extra = 2.0 * rows * item
+    if "rms" in operator.target:  # composed of smaller operators on the CPU: the normalised tensor is kept too
+        extra = float(item * (rows + (math.prod(given) if len(inputs) > 1 else 0)))
+    return signature(operator, graph, inputs, [inputs[0]], sizes, saves=range(len(inputs)), saves_extra_bytes=extra)
 
 
 def _group_norm(operator: Operator, graph: OpGraph) -> Signature:
@@ -36,8 +39,9 @@ def _group_norm(operator: Operator, graph: OpGraph) -> Signature:
     channels: Dim = ("g", given[1] // groups)
     inputs: list[Term] = [(("b",), channels, *((size,) for size in given[2:]))]
     inputs += [(channels,)] * (len(operator.inputs) - 1)
-    extra = float(2 * given[0] * groups * STATISTIC_BYTES)
-    return signature(operator, graph, inputs, [inputs[0]], sizes, saves=(0,), saves_extra_bytes=extra)
+    extra = float(2 * given[0] * groups * statistic_bytes(operator, graph))
+    saves = range(min(2, len(inputs)))
+    return signature(operator, graph, inputs, [inputs[0]], sizes, saves=saves, saves_extra_bytes=extra)
 
 
 def _batch_norm(operator: Operator, graph: OpGraph) -> Signature:
@@ -53,12 +57,13 @@ def _batch_norm(operator: Operator, graph: OpGraph) -> Signature:
     outputs: list[Term] = [tuple(dims), *([channels] * (sum(1 for value in operator.outputs if value) - 1))]
     rows = letters_in([dims[0], *dims[2:]])
     training = bool(operator.argument(5, "training"))
-    extra = float(2 * given[1] * STATISTIC_BYTES)
+    saves = [0, *(index for index in range(1, len(inputs)) if index != 2)]
     if not training:
-        return signature(operator, graph, inputs, outputs, sizes, saves=(0,), saves_extra_bytes=extra)
-    item = max(4, ITEM_BYTES[graph.values[operator.inputs[0]].dtype])
+        return signature(operator, graph, inputs, outputs, sizes, saves=saves)
+    item = statistic_bytes(operator, graph)
+    extra = 2.0 * given[1] * item
     return signature(
-        operator, graph, inputs, outputs, sizes, saves=(0,), saves_extra_bytes=extra, replicated_after=rows,
+        operator, graph, inputs, outputs, sizes, saves=saves, saves_extra_bytes=extra, replicated_after=rows,
         exchanges=_statistics(sorted(rows), tuple(letters_in(channels)), item),
     )  # fmt: skip
 
@@ -82,7 +87,8 @@ def _instance_norm(operator: Operator, graph: OpGraph) -> Signature | None:
     dims = names("b", given[:2], sizes)
     term = (*dims, *((size,) for size in given[2:]))
     inputs: list[Term] = [term, *([(dims[1],)] * (len(operator.inputs) - 1))]
-    return signature(operator, graph, inputs, [term], sizes, saves=(0,))
+    extra = 3.0 * given[0] * given[1] * statistic_bytes(operator, graph)
+    return signature(operator, graph, inputs, [term], sizes, saves=(0,), saves_extra_bytes=extra)
 
 
 def _softmax(operator: Operator, graph: OpGraph) -> Signature:

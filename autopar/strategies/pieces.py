@@ -159,9 +159,9 @@ def _pad(operator: Operator, graph: OpGraph) -> Signature:
     given = first_shape(operator, graph)
     amounts = [number(amount) for amount in operator.argument(1, "pad")]
     padded = [len(given) - 1 - index // 2 for index, amount in enumerate(amounts) if amount]
-    constant = operator.argument(2, "mode", "constant") == "constant"
+    constant = "constant_pad" in operator.target or operator.argument(2, "mode", "constant") == "constant"
     zero = operator.argument(3 if "constant_pad" not in operator.target else 2, "value") in (None, 0)
-    return along(operator, graph, padded, ALL if zero or not constant else ())
+    return along(operator, graph, padded, ALL if zero or not constant else (), saves=() if constant else (0,))
 
 
 def _roll(operator: Operator, graph: OpGraph) -> Signature:

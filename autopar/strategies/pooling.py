@@ -16,9 +16,12 @@ def _pool(space: int, linear: bool) -> RuleFunction:
     def rule(operator: Operator, graph: OpGraph) -> Signature:
         count = len(first_shape(operator, graph))
         elements = graph.values[operator.outputs[0]].num_elements
-        extra = 0.0 if linear else float(elements * INDEX_BYTES)
-        dims = range(count - space, count)
-        return along(operator, graph, dims, ((0,),) if linear else (), saves=(0,), saves_extra_bytes=extra)
+        returned = len(operator.outputs) > 1
+        extra = 0.0 if linear or returned else float(elements * INDEX_BYTES)
+        return along(
+            operator, graph, range(count - space, count), ((0,),) if linear else (), saves=(0,),
+            saves_outputs=(1,) if returned else (), saves_extra_bytes=extra,
+        )  # fmt: skip
 
     return rule
 

@@ -74,9 +74,10 @@ RULES: dict[str, RuleFunction] = {
     **{f"aten.{name}.default": _over(1) for name in ("argmax", "argmin")},
     **{f"aten.{name}.default": _over(None) for name in ("all", "any", "count_nonzero")},
     **{f"aten.{name}.{kind}": _over(1) for name in ("all", "any") for kind in ("dim", "dims")},
-    **{f"aten.{name}.default": _over(None, saves=(0,)) for name in ("var", "std", "prod")},
+    "aten.var.default": _over(None, saves=(0,)),
+    **{f"aten.{name}.default": _over(None, saves=(0,), saves_outputs=(0,)) for name in ("std", "prod")},
     **{
-        f"aten.{name}.{kind}": _over(1, saves=(0,))
+        f"aten.{name}.{kind}": _over(1, saves=(0,), saves_outputs=(0,) if name == "std" else ())
         for name in ("var", "std", "var_mean")
         for kind in ("dim", "correction")
     },

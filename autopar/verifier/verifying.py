@@ -93,8 +93,8 @@ def _check(traced: Traced, plan: Plan) -> None:
     random = random_operators(graph)
     if random:
         raise InputError(
-            f"{graph.model} draws random numbers ({len(random)} operators, first {random[0]}), which differ from rank to "
-            "rank: set every dropout to 0, or use model.eval()"
+            f"{graph.model} draws random numbers ({len(random)} operators, first {random[0]}), which differ from rank "
+            "to rank: set every dropout to 0, or use model.eval()"
         )
     for leaf in traced.example.tensors:
         if leaf.value.is_meta:

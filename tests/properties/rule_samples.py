@@ -144,6 +144,8 @@ def _pointwise() -> None:
     _add("lerp.Tensor", T(5, 7), T(5, 7), T(7))
     _add("addcmul addcdiv", T(5, 7), T(5, 7), T(7), value=0.5)
     _add("round.decimals", T(5, 7), decimals=1)
+    _add("log_sigmoid", T(5, 7))
+    _add("polar hypot copysign.Tensor", T(5, 7), T(7))
     _add("view_as_complex", T(5, 7, 2))
     _add("to.dtype", T(5, 7), TorchName("torch.float32"))
     _add("to.dtype", T(5, 7), FLOAT)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.graph import OpGraph
-from autopar.layout import REPLICATED, Layout
+from autopar.codegen.batch import BatchDims
+from autopar.graph import Operator, OpGraph
+from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Layout, Shard
 from autopar.mesh import Mesh
 from autopar.plans import OperatorPlan, ParameterPlan, Plan, StagePlan
 from autopar.sharing import sharing_groups
+from autopar.strategies.registry import signature_of
+from autopar.strategies.rule import letters_of
 
 
 def make_plan(
@@ -23,9 +26,7 @@ def make_plan(
     whole: Layout = (REPLICATED,) * mesh.num_axes
     label = " ".join("R" * mesh.num_axes)
     planned = {
-        operator.id: OperatorPlan(
-            label, (whole,) * len(operator.inputs), (whole,) * sum(bool(value) for value in operator.outputs)
-        )
+        operator.id: OperatorPlan(label, (whole,) * len(operator.inputs), (whole,) * len(operator.outputs))
         for operator in graph.operators
     }
     planned.update(operators or {})
@@ -44,3 +45,39 @@ def make_plan(
         variants={group.name: (0,) * len(group.blocks) for group in graph.block_groups},
     )
     return Plan(graph.model, mesh.num_devices, graph.fingerprint, "by hand", {}, (stage,))
+
+
+def data_parallel_plan(graph: OpGraph, mesh: Mesh, zero: int = 0) -> Plan:
+    """A chain of layers with the batch split over every axis of the mesh; the loss is then a sum of terms."""
+    dims = BatchDims(graph)
+    summed: Layout = (SUMMED_GRADIENT,) * mesh.num_axes
+
+    def layout(value: str) -> Layout:
+        if graph.values[value].kind == "parameter":
+            return summed
+        if value == graph.loss:
+            return (PARTIAL,) * mesh.num_axes
+        dim = min(dims.of(value))
+        return (Shard(dim, Cut.plain(graph.values[value].shape[dim])),) * mesh.num_axes
+
+    def storage(value: str) -> Layout:
+        if not zero:
+            return (REPLICATED,) * mesh.num_axes
+        return (Shard(0, Cut.plain(graph.values[value].shape[0])),) * mesh.num_axes
+
+    def letter(operator: Operator) -> str:
+        rule = signature_of(operator, graph)
+        assert rule is not None, f"{operator.id} has no rule"
+        index = next(index for index, value in enumerate(operator.inputs) if dims.of(value))
+        return letters_of((rule.inputs[index][min(dims.of(operator.inputs[index]))],))[0]
+
+    operators = {
+        operator.id: OperatorPlan(
+            " ".join([letter(operator)] * mesh.num_axes),
+            tuple(map(layout, operator.inputs)),
+            tuple(map(layout, operator.outputs)),
+        )
+        for operator in graph.operators
+    }
+    parameters = {entry.value: ParameterPlan(summed, storage(entry.value), zero) for entry in graph.parameters}
+    return make_plan(graph, mesh, operators, parameters, {entry.value: layout(entry.value) for entry in graph.inputs})

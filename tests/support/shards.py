@@ -67,7 +67,7 @@ def draw(given: Given, generator: torch.Generator) -> torch.Tensor:
     return numbers.to(dtype).requires_grad_(given.gradient)
 
 
-def on_one_device(sample: Sample, num_outputs: int | None = None) -> OnOneDevice:
+def on_one_device(sample: Sample, backward: bool = True) -> OnOneDevice:
     """Run a sample whole."""
     generator = torch.Generator().manual_seed(zlib.crc32(str(sample).encode()))
     torch.manual_seed(0)
@@ -83,9 +83,8 @@ def on_one_device(sample: Sample, num_outputs: int | None = None) -> OnOneDevice
     kwargs = tuple((name, placed(value)) for name, value in sample.kwargs)
     operator = Operator("sample", sample.target, args, kwargs)
     known = {f"x{index}": tensor for index, tensor in enumerate(tensors)}
-    if sample.target == "aten.batch_norm.default" and args[5] and args[3] is not None:
-        num_outputs = 3
-    operator = replace(operator, outputs=tuple(f"y{i}" for i in range(num_outputs or 1)))
+    statistics = sample.target == "aten.batch_norm.default" and args[5] and args[3] is not None
+    operator = replace(operator, outputs=("y0", "y1", "y2") if statistics else ("y0",))
     outputs = tuple(run_operator(operator, known, 1, 1))
     operator = replace(operator, outputs=tuple(f"y{index}" for index in range(len(outputs))))
     values = {
@@ -97,7 +96,8 @@ def on_one_device(sample: Sample, num_outputs: int | None = None) -> OnOneDevice
         torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) if t.requires_grad else None
         for t in outputs
     )
-    return OnOneDevice(operator, graph, tuple(tensors), outputs, given, gradients(outputs, given, tensors))
+    found = gradients(outputs, given, tensors) if backward else (None,) * len(tensors)
+    return OnOneDevice(operator, graph, tuple(tensors), outputs, given, found)
 
 
 def gradients(
@@ -115,6 +115,26 @@ def gradients(
         torch.zeros_like(t) if t.requires_grad and result is None else result
         for t, result in zip(inputs, results, strict=True)
     )
+
+
+def saved_bytes(sample: Sample) -> tuple[int, int]:
+    """Bytes that autograd keeps for a sample's backward, and what its rule says; each tensor counted once."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        whole = on_one_device(sample, backward=False)
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    signature = signature_of(whole.operator, whole.graph)
+    if signature is None:
+        return 0, 0
+    tensors = [whole.inputs[index] for index in signature.saved_inputs]
+    tensors += [whole.outputs[index] for index in signature.saved_outputs]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return real, sum(storages.values()) + int(signature.saved_extra_bytes)
 
 
 def cuts_to_try(signature: Signature) -> LetterCuts:

@@ -1,4 +1,4 @@
-"""Checkpoints between layouts and numbers of ranks, bitwise: fused, uneven and nested shards, tied names, optimizer states."""
+"""Checkpoints between layouts and numbers of ranks, bitwise: fused, uneven and nested shards, ties, optimizer states."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch
 
     def run(rank: int) -> None:
         here = Rank("two ranks", values(seed=5), adamw)
-        with pytest.raises(ProgramError, match="cannot be written to .*disk is full"):
+        with pytest.raises(ProgramError, match=r"cannot be written to .*disk is full"):
             checkpoint.save(tmp_path, here.slots, here.mesh, here.optimizer)
 
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -115,6 +115,26 @@ class Forgetful(nn.Module):
     def __init__(self, size: int = 4) -> None:
         super().__init__()
         self.register_buffer("mask", torch.ones(size, size).tril())
+
+
+class Masked(nn.Module):
+    """A buffer beside layers, which are not built again with it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.layer = nn.Linear(size, size)
+        self.register_buffer("mask", torch.ones(size, size).tril())
+        Masked.layers.append(self.layer)
+
+    layers: ClassVar[list[nn.Module]] = []
+
+
+def test_buffers_are_computed_again_without_parameters() -> None:
+    made: Any = materialized(on_meta(Masked, 5))
+    assert torch.equal(made.mask, torch.ones(5, 5).tril())
+    assert len(Masked.layers) == 2 and Masked.layers[1].weight.is_meta
+    assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
 def test_buffers_are_computed_again() -> None:

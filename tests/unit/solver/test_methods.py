@@ -9,7 +9,6 @@ import pytest
 
 from autopar.errors import InputError
 from autopar.solver import Assignment, Edge, Problem, Status, check, solve
-
 from tests.unit.solver.random_problems import chain_problem, small_problem, tightened
 
 
