@@ -13,7 +13,7 @@ import autopar
 from autopar.report import text
 
 CLUSTER = Path(__file__).parent / "clusters" / "8-nodes-8xH100.json"
-BATCH, SEQUENCE = 128, 4096
+BATCH, SEQUENCE = 32, 2048
 
 
 def model(layers: int = 80):

@@ -84,6 +84,10 @@ class Function:
         sizes = [self._bytes(key) for s in self.statements for key in s.writes if key[0]]
         self._least_freed = max(sizes, default=0) * _FREED_FRACTION
 
+    def block(self, place: int) -> str:
+        """The attribute of a block, or of the list that it is the first of."""
+        return self.attributes.blocks[place]
+
     # -- before writing --------------------------------------------------------------------------------------------
 
     def _choose_inlined(self) -> dict[Key, Compute]:

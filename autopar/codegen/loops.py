@@ -6,20 +6,52 @@ the loop is collected in a list.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from autopar.codegen import text
-from autopar.codegen.arrange import Body
+from autopar.codegen.arrange import Arrangement, Body
 from autopar.codegen.conversions import Key
 from autopar.codegen.statements import Run
-
-if TYPE_CHECKING:
-    from autopar.codegen.function import Function
+from autopar.graph import OpGraph
 
 _INDENT = 8
 
 
-def run_lines(function: Function, at: int, statement: Run) -> list[str]:
+class Writer(Protocol):
+    """What is needed of the function that is being written: its variables and their lives."""
+
+    arrangement: Arrangement
+    graph: OpGraph
+    names: dict[Key, str]
+    last_read: dict[Key, int]
+
+    def block(self, place: int) -> str:
+        """The attribute of a block, or of the list that it is the first of."""
+
+    def expression(self, key: Key) -> str:
+        """A copy as an operand."""
+
+    def base_name(self, key: Key) -> str:
+        """A name that fits a copy."""
+
+    def new_name(self, base: str, taken: Iterable[str] = ()) -> str:
+        """A name that is free."""
+
+    def note_names(self, block: int, arguments: Sequence[str]) -> None:
+        """Remember what a block is given under which names."""
+
+    def collect(self, keys: Sequence[Key], base: str) -> str:
+        """The name of a list that will hold copies."""
+
+    def release(self, at: int, statement: Run) -> dict[Key, str]:
+        """Take the names of what is read for the last time."""
+
+    def free(self, dying: dict[Key, str]) -> list[str]:
+        """Lines that free what is large."""
+
+
+def run_lines(function: Writer, at: int, statement: Run) -> list[str]:
     """The call or loop of one statement."""
     bodies = [function.arrangement.bodies[block] for block in statement.call.blocks]
     if len(bodies) == 1:
@@ -27,7 +59,7 @@ def run_lines(function: Function, at: int, statement: Run) -> list[str]:
     return _loop(function, at, statement, bodies)
 
 
-def _single(function: Function, at: int, statement: Run, body: Body) -> list[str]:
+def _single(function: Writer, at: int, statement: Run, body: Body) -> list[str]:
     arguments = [function.expression(key) for key in body.inputs]
     function.note_names(statement.call.blocks[0], arguments)
     dying = function.release(at, statement)
@@ -39,11 +71,11 @@ def _single(function: Function, at: int, statement: Run, body: Body) -> list[str
         function.names[key] = function.new_name(_handed_on(function, key, dying))
         targets.append(function.names[key])
     left = f"{', '.join(targets)} = " if targets else ""
-    call = f"{left}{function.attributes.blocks[statement.call.blocks[0]]}({', '.join(arguments)})"
+    call = f"{left}{function.block(statement.call.blocks[0])}({', '.join(arguments)})"
     return text.line(call, _INDENT) + function.free(dying)
 
 
-def _handed_on(function: Function, key: Key, dying: dict[Key, str]) -> str:
+def _handed_on(function: Writer, key: Key, dying: dict[Key, str]) -> str:
     """A name for a block's result: that of the input whose next state it is, if there is one."""
     value = function.graph.values[key[0]]
     for other, name in dying.items():
@@ -53,7 +85,7 @@ def _handed_on(function: Function, key: Key, dying: dict[Key, str]) -> str:
     return function.base_name(key)
 
 
-def _loop(function: Function, at: int, statement: Run, bodies: list[Body]) -> list[str]:
+def _loop(function: Writer, at: int, statement: Run, bodies: list[Body]) -> list[str]:
     chain = statement.call.chain
     variables, before = _chain_variables(function, at, statement, bodies[0])
     arguments = [
@@ -85,13 +117,13 @@ def _loop(function: Function, at: int, statement: Run, bodies: list[Body]) -> li
             function.names[keys[-1]] = target
     left = f"{', '.join(targets)} = " if targets else ""
     lines = [line for code in before for line in text.line(code, _INDENT)]
-    lines += text.line(f"for block in {function.attributes.blocks[statement.call.blocks[0]]}:", _INDENT)
+    lines += text.line(f"for block in {function.block(statement.call.blocks[0])}:", _INDENT)
     for code in (f"{left}block({', '.join(arguments)})", *inside):
         lines += text.line(code, _INDENT + 4)
     return lines + function.free(dying)
 
 
-def _chain_variables(function: Function, at: int, statement: Run, first: Body) -> tuple[dict[int, str], list[str]]:
+def _chain_variables(function: Writer, at: int, statement: Run, first: Body) -> tuple[dict[int, str], list[str]]:
     """The variable of each result that the next block reads, and lines that give it its first value."""
     variables: dict[int, str] = {}
     before: list[str] = []

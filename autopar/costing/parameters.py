@@ -59,8 +59,12 @@ def parameter_table(
     roles: Sequence[Role],
     zero: int | None,
     optimizer: str,
+    kept_for_backward: bool = True,
 ) -> ParameterTable:
-    """All ways to keep the parameter ``value`` whose readers want the layouts ``wanted``."""
+    """All ways to keep the parameter ``value`` whose readers want the layouts ``wanted``.
+
+    ``kept_for_backward``: some reader needs the parameter in its backward pass, for which ZeRO-3 gathers it again.
+    """
     uses = dict.fromkeys(tuple(REPLICATED if state == PARTIAL else state for state in layout) for layout in wanted)
     uses.setdefault((REPLICATED,) * conversions.mesh.num_axes)
     choices = []
@@ -68,7 +72,7 @@ def parameter_table(
         stored = list(_storages(value, use, conversions, roles, zero)) if trainable else []
         choices.extend(stored or [ParameterChoice(use, _resting(use), 0)])
     seconds, optimizing, parts, transient = zip(
-        *(_price(value, choice, trainable, conversions, optimizer) for choice in choices), strict=True
+        *(_price(value, choice, trainable, conversions, optimizer, kept_for_backward) for choice in choices), strict=True
     )
     kept = np.array(parts, dtype=np.float64).T
     return ParameterTable(
@@ -123,7 +127,12 @@ def _sharded(value: Value, use: Layout, axes: Sequence[int], conversions: Conver
 
 
 def _price(
-    value: Value, choice: ParameterChoice, trainable: bool, conversions: Conversions, optimizer: str
+    value: Value,
+    choice: ParameterChoice,
+    trainable: bool,
+    conversions: Conversions,
+    optimizer: str,
+    kept_for_backward: bool,
 ) -> tuple[float, float, tuple[float, float, float, float], float]:
     """Seconds, the optimizer's seconds, bytes (parameter, working copy, gradient, states), bytes held for a moment."""
     item = ITEM_BYTES[value.dtype]
@@ -134,15 +143,16 @@ def _price(
     states = float(optimizer_state_bytes(stored, value.dtype, optimizer))
     moved = 2 * states + 3 * stored * item
     optimizing = float(conversions.cost_model.compute_seconds(0.0, moved, value.dtype, "memory"))
-    seconds = optimizing + gradient_seconds(value, choice, conversions)
+    gathers = 2 if choice.zero == 3 and kept_for_backward else 1
+    seconds = optimizing + gradient_seconds(value, choice, conversions, gathers)
     copy = used * item if choice.zero in (1, 2) else 0.0
     gradient = (used if choice.zero in (0, 1) else stored) * item
     moment = used * item * (2.0 if choice.zero == 3 else 1.0 if choice.zero == 2 else 0.0)
     return seconds, optimizing, (stored * item, copy, gradient, states), moment
 
 
-def gradient_seconds(value: Value, choice: ParameterChoice, conversions: Conversions) -> float:
-    """Seconds of the collectives between storage and use, forward and backward, in one step."""
+def gradient_seconds(value: Value, choice: ParameterChoice, conversions: Conversions, gathers: int) -> float:
+    """Seconds of the collectives between storage and use in one step, which gathers the parameter ``gathers`` times."""
     mesh, item = conversions.mesh, ITEM_BYTES[value.dtype]
     seconds = 0.0
     current = choice.storage
@@ -157,7 +167,6 @@ def gradient_seconds(value: Value, choice: ParameterChoice, conversions: Convers
         elif step.name == "all_gather" and mesh.shape[step.axis] > 1:
             num_bytes = conversions.local_elements(value.shape, current) * item * mesh.shape[step.axis]
             amount = np.array([num_bytes], dtype=np.float64)
-            gathers = 2 if choice.zero == 3 else 1
             seconds += gathers * float(axis.seconds("all_gather", amount)[0])
             seconds += float(axis.seconds("reduce_scatter", amount)[0])
         current = after

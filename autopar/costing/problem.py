@@ -175,6 +175,7 @@ def _add_sources(builder: _Builder) -> None:
                 builder.roles,
                 builder.options.parallelism.zero,
                 builder.options.optimizer,
+                name in prepared.saved,
             )
         table = builder.parameters[name]
         memory = builder.once(("kept", name), lambda: table.kept_bytes[None, :].copy())

@@ -142,6 +142,8 @@ class Lagrangian:
     def ascend(self, most_probes: int) -> bool:
         """Raise the lower bound by cutting planes; whether the next lambda gave nothing new: it is the maximum."""
         self.points = [point for point in self.points if self.in_domains(point)]
+        if not self.points and self.dual(self.at) == math.inf:
+            return True
         for _ in range(most_probes):
             proposal = self.one_row() if self.problem.num_rows == 1 else self.several_rows()
             if proposal is None:

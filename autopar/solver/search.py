@@ -89,7 +89,8 @@ def _rounds(state: Lagrangian) -> None:
         if state.closed or (state.narrow and large and not split):
             return
         shrunk = state.prune()
-        if not shrunk and settled and not (split and state.upper - state.lower < 0.95 * gap):
+        promising = split and (not state.oracle.program.copies or state.upper - state.lower < 0.95 * gap)
+        if not shrunk and settled and not promising:
             return
 
 

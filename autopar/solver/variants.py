@@ -67,10 +67,12 @@ def tied(problem: Problem, limited: tuple[int, ...]) -> tuple[Problem, tuple[int
     return builder.problem(problem.memory_budgets_bytes), home
 
 
-def bundled(problem: Problem, pools: dict[int, list[Choices]]) -> tuple[Problem, list[tuple[int, ...]], list[int]]:
+def bundled(
+    problem: Problem, pools: dict[int, list[Choices]], known: list[Choices]
+) -> tuple[Problem, list[tuple[int, ...]], list[int]]:
     """The problem with each instance of the repeats in `pools` as one node that chooses a tuple.
 
-    Also returns the old nodes of each new one, and the repeat of each new node (-1: an ordinary node).
+    A node outside these repeats chooses among what it takes in the `known` assignments. Also returns the old nodes of each new one, and the repeat of each new node (-1: an ordinary node).
     """
     members: list[tuple[int, ...]] = []
     repeat_of: list[int] = []
@@ -100,6 +102,10 @@ def bundled(problem: Problem, pools: dict[int, list[Choices]]) -> tuple[Problem,
     return builder.problem(problem.memory_budgets_bytes), members, repeat_of
 
 
+def _taken(known: list[Choices], node: int) -> list[Choices]:
+    return [(choice,) for choice in sorted({choices[node] for choices in known})]
+
+
 def limit_variants(problem: Problem, known: list[Choices], solve: Solver) -> Choices | None:
     """A good assignment that keeps all limits on variants, from `known` ones; None if none is found.
 
@@ -118,7 +124,7 @@ def limit_variants(problem: Problem, known: list[Choices], solve: Solver) -> Cho
             uses.update(tuple(choices[node] for node in instance) for instance in problem.repeats[number].instances)
         order = {choices: index for index, choices in enumerate(uses)}
         pools[number] = sorted(uses, key=lambda tuple_: (-uses[tuple_], order[tuple_]))[:_MOST_TUPLES]
-    found = _shrink(problem, pools, solve)
+    found = _shrink(problem, pools, [*known, *candidates], solve)
     if found is not None:
         candidates.append(found)
     return min(candidates, key=lambda choices: (problem.cost_of(choices), choices)) if candidates else None
@@ -128,17 +134,17 @@ def _allowed(problem: Problem, choices: Choices) -> bool:
     return problem.cost_of(choices) < np.inf and problem.fits(problem.memory_of(choices))
 
 
-def _shrink(problem: Problem, pools: dict[int, list[Choices]], solve: Solver) -> Choices | None:
+def _shrink(problem: Problem, pools: dict[int, list[Choices]], known: list[Choices], solve: Solver) -> Choices | None:
     """Solve the bundled problem, drop the less used half of the tuples in excess, until the limits are kept."""
     while True:
-        small, members, repeat_of = bundled(problem, pools)
+        small, members, repeat_of = bundled(problem, pools, known)
         found = solve(small)
         if found is None:
             return None
         uses: dict[int, Counter[Choices]] = {number: Counter() for number in pools}
         result = [0] * problem.num_nodes
         for nodes, number, choice in zip(members, repeat_of, found):
-            chosen = (choice,) if number < 0 else pools[number][choice]
+            chosen = pools[number][choice] if number >= 0 else _taken(known, nodes[0])[choice]
             if number >= 0:
                 uses[number][chosen] += 1
             for node, value in zip(nodes, chosen):
