@@ -12,9 +12,9 @@ state                  value               gradient
 =====================  ==================  ==================
 
 A :class:`Cut` says where a dim may be cut: a dim is a row of segments, and each segment is cut on its own at multiples of
-its unit (GPT-2's fused q-k-v is three segments with units of one head). Pieces are as of ``torch.chunk``: all of
-``ceil(units / parts)`` units but the last ones, which may be shorter or empty. Where several axes shard one dim, the axis
-with the lower index cuts first and the next one cuts its piece.
+its unit (GPT-2's fused q-k-v is three segments with units of one head). Pieces differ by one unit at the most, the longer
+ones first: 6 units in 4 are 2, 2, 1 and 1 (not the 2, 2, 2 and 0 of ``torch.chunk``: no device is left without work).
+Where several axes shard one dim, the axis with the lower index cuts first and the next one cuts its piece.
 """
 
 from __future__ import annotations
@@ -173,6 +173,13 @@ def _parse_state(word: str) -> State:
     return Shard(int(match[1]), Cut.parse(match[2]))
 
 
+def piece_range(units: int, parts: int, place: int) -> tuple[int, int]:
+    """First unit of piece ``place`` of ``parts``, and the one after its last."""
+    share, longer = divmod(units, parts)
+    start = place * share + min(place, longer)
+    return start, start + share + (place < longer)
+
+
 def indices(size: int, splits: Sequence[Split]) -> np.ndarray:
     """Global indices, ascending, of what one device holds of a dim of ``size`` after ``splits``, outermost first."""
     held = np.arange(size)
@@ -184,8 +191,7 @@ def indices(size: int, splits: Sequence[Split]) -> np.ndarray:
                 inside = held[np.searchsorted(held, start) : np.searchsorted(held, start + length)]
                 number = (inside - start) // unit
                 units = np.unique(number)
-                share = -(-len(units) // parts)
-                kept.append(inside[np.isin(number, units[place * share : (place + 1) * share])])
+                kept.append(inside[np.isin(number, units[slice(*piece_range(len(units), parts, place))])])
                 start += length
         held = np.concatenate(kept) if kept else held
     return held
@@ -205,8 +211,8 @@ def local_size(size: int, splits: tuple[Split, ...]) -> int:
 def _piece(units: int, splits: tuple[Split, ...]) -> int:
     """Length of one piece after cutting ``units`` again and again."""
     for _, parts, place in splits:
-        share = -(-units // parts)
-        units = max(0, min(share, units - place * share))
+        start, stop = piece_range(units, parts, place)
+        units = stop - start
     return units
 
 

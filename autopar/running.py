@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError
 from autopar.launching import torchrun
 from autopar.parallel import parallelize
+from autopar.tracing.examples import named_leaves
 from autopar.training import Trained, train_parallel
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def run_rank(
     each: Callable[[int, float, float], None] | None = None,
 ) -> Trained:
     """This process's part of the training; ``each(step, loss, seconds)`` is called after every step."""
-    tensors = [leaf for leaf in pytree.tree_leaves(source.example_inputs) if isinstance(leaf, torch.Tensor)]
-    if any(tensor.is_meta for tensor in tensors):
+    leaves = (leaf for _, leaf in named_leaves(source.example_inputs, "inputs"))
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
         raise InputError("the example inputs are on the meta device: to run a model, return a batch with values")
     parallel = parallelize(source.model, None, source.example_inputs, plan=plan, loss_fn=source.loss_fn)
     trained = train_parallel(parallel, [source.example_inputs] * num_steps, learning_rate, each)

@@ -135,6 +135,7 @@ class _Ledger:
                 splits = letters.get(letter, [])
                 pieces: tuple[Split, ...] = tuple((cut, self.mesh.shape[axis], 0) for axis, cut in splits)
                 num_bytes *= local_size(rule.sizes[letter], pieces) if pieces else rule.sizes[letter]
+            num_bytes += exchange.more_elements * exchange.item_bytes
             for axis, _ in letters.get(exchange.letter, []):
                 if self.mesh.shape[axis] > 1:
                     for _ in range(exchange.count):

@@ -52,12 +52,6 @@ def even_size(size: int, cuts: AxisCuts, scope: Scope) -> int | None:
     return same_everywhere([cuts], lambda place: size_at(size, cuts, place, scope), scope)
 
 
-def may_be_empty(size: int, cuts: AxisCuts, scope: Scope) -> bool:
-    """Whether some device holds nothing of a dim: 4 heads cut in 3 are 2, 2 and 0."""
-    last = [scope.mesh.shape[axis] - 1 for axis in range(scope.mesh.num_axes)]
-    return size_at(size, cuts, last, scope) == 0
-
-
 def size_text(size: int, cuts: AxisCuts, scope: Scope) -> str:
     """The local size of a dim of ``size``."""
     even = even_size(size, cuts, scope)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.codegen.called import Called, joined
-from autopar.codegen.local_sizes import even_size, may_be_empty, part_cuts, ratio_text, size_text
+from autopar.codegen.local_sizes import even_size, part_cuts, ratio_text, size_text
 from autopar.graph import BatchLiteral
 from autopar.strategies.pieces import slice_start
 from autopar.strategies.signatures import dims_argument
@@ -23,7 +23,7 @@ def view_sizes(call: Called, literals: Sequence[Any], dims: Sequence[int]) -> li
     shape = call.output_shape()
     uneven = [dim for dim in dims if even_size(shape[dim], call.output_cuts(dim), call.scope) is None]
     open_dim = next(iter([*following, *left_open, *uneven]), None)
-    if any(may_be_empty(shape[dim], call.output_cuts(dim), call.scope) for dim in range(len(shape)) if dim != open_dim):
+    if any(size == 0 for dim, size in enumerate(shape) if dim != open_dim):
         open_dim = None  # torch cannot tell the size of a dim beside an empty one
     found = []
     for dim, literal in zip(dims, literals, strict=True):

@@ -238,6 +238,7 @@ def _exchange_seconds(
                 for letter in exchange.letters:
                     part = piece_fraction(*split[letter], signature.sizes, letter) if letter in split else 1.0
                     num_bytes *= signature.sizes[letter] * part
+                num_bytes += exchange.more_elements * exchange.item_bytes
                 amount = np.array([num_bytes])
                 seconds += exchange.count * float(conversions.axes[axis].seconds(exchange.kind, amount)[0])  # type: ignore[arg-type]
     return seconds

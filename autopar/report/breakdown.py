@@ -20,7 +20,7 @@ from autopar.costing.conversions import Conversions
 from autopar.costing.problem import Costed
 from autopar.graph import OpGraph
 from autopar.layout import Layout
-from autopar.plans import Resolved, StagePlan
+from autopar.plans import Resolved
 from cost_models import COLLECTIVE_KINDS, AxisCost
 
 
@@ -78,9 +78,9 @@ def chosen(candidate: Candidate) -> tuple[int, ...]:
     return candidate.assignment.choices
 
 
-def seconds_of(candidate: Candidate, graph: OpGraph, stage: StagePlan) -> Seconds:
+def seconds_of(candidate: Candidate, resolved: Resolved) -> Seconds:
     """A step's seconds by kind."""
-    costed, choices = candidate.costed, chosen(candidate)
+    costed, choices, graph = candidate.costed, chosen(candidate), resolved.graph
     costs = costed.problem.node_costs_seconds
     compute, inside, parameters, optimizer = [], [], [], []
     for operator in graph.operators:
@@ -94,7 +94,7 @@ def seconds_of(candidate: Candidate, graph: OpGraph, stage: StagePlan) -> Second
         optimizer.append(part)
         parameters.append(float(costs[node][choices[node]]) - part)
     edges = [float(e.costs_seconds[choices[e.source], choices[e.target]]) for e in costed.problem.edges]
-    copied = math.fsum(copy_seconds(costed, graph, stage))
+    copied = math.fsum(copy_seconds(costed, resolved))
     return Seconds(
         compute=math.fsum(compute),
         copies=copied,
@@ -104,20 +104,21 @@ def seconds_of(candidate: Candidate, graph: OpGraph, stage: StagePlan) -> Second
     )
 
 
-def copy_seconds(costed: Costed, graph: OpGraph, stage: StagePlan) -> Iterator[float]:
+def copy_seconds(costed: Costed, resolved: Resolved) -> Iterator[float]:
     """What each change of layout copies on a device: its price where links cost nothing."""
     conversions = costed.conversions
     silent = Conversions(conversions.mesh, conversions.cost_model)
     free = MappingProxyType(dict.fromkeys(COLLECTIVE_KINDS, ()))
     silent.axes = [AxisCost(size, free) for size in conversions.mesh.shape]
-    for change in conversions_of(graph, stage):
-        prices = silent.prices(graph.values[change.value], [change.source], [change.target], change.has_gradient)
+    for change in conversions_of(resolved):
+        prices = silent.prices(resolved.graph.values[change.value], [change.source], [change.target], change.has_gradient)
         yield float(prices.seconds[0, 0])
 
 
-def conversions_of(graph: OpGraph, stage: StagePlan) -> Iterator[Conversion]:
+def conversions_of(resolved: Resolved) -> Iterator[Conversion]:
     """Every change of layout of the program, a shared one once, and the sum of the loss."""
-    wiring = Wiring(graph, Resolved(stage, graph))
+    graph = resolved.graph
+    wiring = Wiring(graph, resolved)
     for shared in wiring.shared.values():
         yield Conversion(shared.key[0], shared.source, shared.target, shared.has_gradient, shared.readers[0][0])
     for (operator, index), read in wiring.reads.items():

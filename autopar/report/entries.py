@@ -1,6 +1,6 @@
 """What each operator and each parameter does: one entry for all occurrences in repeated blocks.
 
-Enters: the plan's stage, its graph and the candidate that it came from. Leaves: lists of JSON objects, in the model's
+Enters: the plan of each operator (resolved), and the candidate that it came from. Leaves: lists of JSON objects, in the model's
 order. A report is as long for 96 layers as for 2: the entry of a block's representative has the number of occurrences.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from autopar.costing.candidate import Candidate
 from autopar.graph import Operator, OpGraph
 from autopar.layout import PARTIAL, Layout, Shard, layout_text
-from autopar.plans import Resolved, StagePlan
+from autopar.plans import Resolved
 from autopar.report.breakdown import chosen
 from autopar.strategies.choices import AxisChoice, Strategy
 from autopar.strategies.rule import Signature, letters_of
@@ -21,10 +21,10 @@ from autopar.strategies.rule import Signature, letters_of
 Entry = dict[str, Any]
 
 
-def operator_entries(candidate: Candidate, graph: OpGraph, stage: StagePlan) -> list[Entry]:
+def operator_entries(candidate: Candidate, resolved: Resolved) -> list[Entry]:
     """Every distinct operator: where it comes from, how it is split, what it costs."""
     costed, choices = candidate.costed, chosen(candidate)
-    resolved = Resolved(stage, graph)
+    graph, stage = resolved.graph, resolved.stage
     occurrences = Counter(resolved.representative_operator(operator.id) for operator in graph.operators)
     changes = _conversion_seconds(candidate)
     entries = []
@@ -93,10 +93,10 @@ def _words(choice: AxisChoice, signature: Signature | None) -> str:
     return f"{choice.letter} of input {inside[0]}" if inside else choice.letter
 
 
-def parameter_entries(candidate: Candidate, graph: OpGraph, stage: StagePlan) -> list[Entry]:
+def parameter_entries(candidate: Candidate, resolved: Resolved) -> list[Entry]:
     """Every distinct parameter: how it is used and how it rests, its bytes on a device by kind, its seconds."""
     costed, choices = candidate.costed, chosen(candidate)
-    resolved = Resolved(stage, graph)
+    graph, stage = resolved.graph, resolved.stage
     occurrences = Counter(resolved.representative_value(parameter.value) for parameter in graph.parameters)
     entries = []
     for parameter in graph.parameters:
@@ -126,7 +126,7 @@ def parameter_entries(candidate: Candidate, graph: OpGraph, stage: StagePlan) ->
     return entries
 
 
-def fallback_entries(candidate: Candidate, graph: OpGraph, stage: StagePlan) -> list[Entry]:
+def fallback_entries(candidate: Candidate, graph: OpGraph) -> list[Entry]:
     """Operators that no rule covers: each device computes them whole. Their price is theirs and that of gathering inputs."""
     costed, choices = candidate.costed, chosen(candidate)
     changes = _conversion_seconds(candidate)

@@ -91,10 +91,10 @@ def axis_links(cluster: Cluster, mesh: Mesh, axis: int) -> list[str]:
     return [*within, *([cluster.inter_link.name] if between else [])]
 
 
-def mesh_json(candidate: Candidate, graph: OpGraph, stage: StagePlan, cluster: Cluster) -> dict[str, Any]:
+def mesh_json(candidate: Candidate, resolved: Resolved, cluster: Cluster) -> dict[str, Any]:
     """The mesh, and for each axis its links and what it splits, by share of the model's FLOPs."""
-    mesh = stage.mesh
-    shares = axis_shares(candidate, graph, mesh)
+    mesh = resolved.stage.mesh
+    shares = axis_shares(candidate, resolved.graph, mesh)
     axes = [
         {
             "name": name,
@@ -102,7 +102,7 @@ def mesh_json(candidate: Candidate, graph: OpGraph, stage: StagePlan, cluster: C
             "stride": mesh.stride(axis),
             "links": axis_links(cluster, mesh, axis),
             "splits": shares[axis],
-            "zero": _zero_levels(stage, graph, axis),
+            "zero": _zero_levels(resolved, axis),
         }
         for axis, (name, size) in enumerate(zip(mesh.names, mesh.shape, strict=True))
     ]
@@ -125,14 +125,13 @@ def axis_shares(candidate: Candidate, graph: OpGraph, mesh: Mesh) -> list[dict[s
     return [{kind: part / total for kind, part in kinds.items()} for kinds, total in zip(sums, totals, strict=True)]
 
 
-def _zero_levels(stage: StagePlan, graph: OpGraph, axis: int) -> dict[str, int]:
+def _zero_levels(resolved: Resolved, axis: int) -> dict[str, int]:
     """How many bytes of parameters rest at each ZeRO level on an axis: sharded there where their use is not."""
-    resolved = Resolved(stage, graph)
     found: Counter[str] = Counter()
-    for parameter in graph.parameters:
+    for parameter in resolved.graph.parameters:
         plan = resolved.parameter(parameter.value)
         same = str(plan.use[axis])[0] == str(plan.storage[axis])[0] or str(plan.storage[axis])[0] != "S"
-        found[str(0 if same else plan.zero)] += graph.values[parameter.value].num_bytes
+        found[str(0 if same else plan.zero)] += resolved.graph.values[parameter.value].num_bytes
     return dict(sorted(found.items()))
 
 

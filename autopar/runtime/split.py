@@ -1,7 +1,7 @@
 """How a dim is cut over mesh axes, and how its pieces are taken out of the whole and put together again.
 
 A dim is a row of segments, each cut on its own at multiples of its unit (GPT-2's fused q-k-v: three segments, units of one
-head); a piece is ``ceil(units / parts)`` units, the last ones may be shorter or empty, as of ``torch.chunk``. Where several
+head); pieces differ by one unit at the most, the longer ones first (6 in 4: 2, 2, 1, 1). Where several
 axes cut one dim, the first cuts the whole and the next one cuts its piece.
 
 Held indices are kept as ascending, disjoint intervals, so that nothing here grows with the length of the dim.
@@ -69,8 +69,9 @@ def _piece_of_segment(
         before = num_units - (low == last_unit)
         numbered.append((first, last, low, before))
         num_units, last_unit = before + high - low + 1, high
-    share = -(-num_units // parts)
-    begin, end = place * share, (place + 1) * share
+    share, longer = divmod(num_units, parts)
+    begin = place * share + min(place, longer)
+    end = begin + share + (place < longer)
     for first, last, low, before in numbered:
         kept_first = max(first, start + (low + begin - before) * unit)
         kept_last = min(last, start + (low + end - before) * unit)

@@ -22,8 +22,12 @@ from autopar.solver.memory import Lagrangian, Limits, Point
 from autopar.solver.network import IntArray, network_of
 from autopar.solver.problem import FloatArray, Problem
 from autopar.solver.repetition import Structure, plain_structure
+from autopar.solver.splitting import Oracle
 
 Domains = dict[int, IntArray]
+
+# One node takes some ten probes of the bound and as much for pruning; a search of fewer than a few nodes is in vain.
+LEAST_EVALUATIONS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +65,8 @@ def branch_and_bound(
         domains = consistent_domains(problem, structure)
     except NothingLeft:
         return Closed(upper, None)
+    if LEAST_EVALUATIONS * Oracle(structure, domains).ops_per_evaluation > most_ops:
+        return Closed(-math.inf, None)
     tree = _Tree(problem, structure, limits, stop_at, upper)
     points: tuple[Point, ...] = ()
     if known is not None:

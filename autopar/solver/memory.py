@@ -42,7 +42,7 @@ class Limits:
     rounds: int = 10
     probes: int = 6
     branch_ops: int = 10_000
-    wide_branch_ops: int = 100_000
+    wide_branch_ops: int = 40_000
     ilp_pairs: int = 3_000
     ilp_nodes: int = 500
 
@@ -143,6 +143,9 @@ class Lagrangian:
         """Raise the lower bound by cutting planes; whether the next lambda gave nothing new: it is the maximum."""
         self.points = [point for point in self.points if self.in_domains(point)]
         if not self.points and self.dual(self.at) == math.inf:
+            return True
+        if not self.problem.num_rows:
+            self.dual(self.at)
             return True
         for _ in range(most_probes):
             proposal = self.one_row() if self.problem.num_rows == 1 else self.several_rows()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.branch import branch_and_bound
+from autopar.solver.branch import LEAST_EVALUATIONS, branch_and_bound
 from autopar.solver.domains import NothingLeft, consistent_domains
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.memory import Lagrangian, Limits, OutOfTime, Point
@@ -21,9 +21,6 @@ from autopar.solver.problem import Assignment, FloatArray, Problem, Status, answ
 from autopar.solver.reduction import reduced
 from autopar.solver.repetition import plain_structure, structure_of
 from autopar.solver.variants import Choices, limit_variants
-
-# Branch and bound evaluates each undecided node some forty times before it has branched at all.
-_LEAST_OPS_PER_NODE = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +96,7 @@ def _finish(state: Lagrangian) -> str:
     limits, problem = state.limits, state.problem
     domains = tuple(state.domains[role] for role in state.structure.roles)
     most_ops = limits.branch_ops if state.narrow else limits.wide_branch_ops
-    if sum(domain.size > 1 for domain in domains) * _LEAST_OPS_PER_NODE > most_ops:
+    if sum(domain.size > 1 for domain in domains) * LEAST_EVALUATIONS > most_ops:
         return "stopped at the limits of the search"
     small = reduced(problem, domains)
     constant = float(small.constant[0])

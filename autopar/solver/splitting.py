@@ -77,6 +77,10 @@ def _to_split(program: Program, degrees: Counter[int], done: frozenset[int]) -> 
     return frozenset(chosen)
 
 
+def _ops(program: Program) -> int:
+    return 1 + program.work // OP_OVERHEAD
+
+
 class Oracle:
     """Minimises a structure under weights; remembers programs and the shares of copies between calls."""
 
@@ -88,9 +92,18 @@ class Oracle:
         self.fixed: dict[tuple[tuple[int, int], ...], Program] = {}
         self.num_ops = 0
 
+    @property
+    def ops_per_evaluation(self) -> int:
+        """Work of one evaluation, in elimination ops of ordinary size."""
+        return _ops(self.program)
+
     def _evaluate(self, program: Program, weights: FloatArray) -> list[FloatArray]:
-        self.num_ops += len(program.recorder.ops) + program.work // OP_OVERHEAD
+        self.num_ops += _ops(program)
         return program.evaluate(weights, self.shares if program is self.program else None)
+
+    def _marginals(self, values: list[FloatArray]) -> tuple[dict[int, FloatArray], dict[int, FloatArray]]:
+        self.num_ops += 3 * _ops(self.program)
+        return self.program.marginals(values)
 
     def minimise(self, weights: FloatArray) -> tuple[float, IntArray | None]:
         """A lower bound (the minimum itself if nothing is split) and an assignment; (infinity, None) if there is none."""
@@ -135,7 +148,7 @@ class Oracle:
 
     def marginals(self, weights: FloatArray) -> dict[int, FloatArray]:
         """Per role a lower bound of the total with each choice that is left."""
-        roles, copies = self.program.marginals(self._evaluate(self.program, weights))
+        roles, copies = self._marginals(self._evaluate(self.program, weights))
         for entry in self.program.copies:
             role = self.structure.roles[entry.variable]
             if entry.base in copies and role in roles:
@@ -150,7 +163,7 @@ class Oracle:
         for _ in range(_TIGHTENINGS):
             if not np.isfinite(bound):
                 return
-            _, marginals = self.program.marginals(values)
+            _, marginals = self._marginals(values)
             before = self.shares
             self.shares = _moved(self.program.copies, marginals, before, step)
             values = self._evaluate(self.program, weights)

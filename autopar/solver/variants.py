@@ -72,7 +72,8 @@ def bundled(
 ) -> tuple[Problem, list[tuple[int, ...]], list[int]]:
     """The problem with each instance of the repeats in `pools` as one node that chooses a tuple.
 
-    A node outside these repeats chooses among what it takes in the `known` assignments. Also returns the old nodes of each new one, and the repeat of each new node (-1: an ordinary node).
+    A node outside these repeats chooses among what it takes in the `known` assignments. Also returns the old nodes of
+    each new one, and the repeat of each new node (-1: an ordinary node).
     """
     members: list[tuple[int, ...]] = []
     repeat_of: list[int] = []
@@ -88,7 +89,7 @@ def bundled(
     select: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
     sizes = []
     for new, (nodes, number) in enumerate(zip(members, repeat_of)):
-        table = np.arange(problem.node_costs_seconds[nodes[0]].size)[:, None] if number < 0 else np.array(pools[number])
+        table = np.array(_taken(known, nodes[0]) if number < 0 else pools[number])
         sizes.append(len(table))
         for position, node in enumerate(nodes):
             home[node], select[node] = new, table[:, position]

@@ -171,15 +171,12 @@ def _pieces(axes: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> dict[str, 
     Every device gets something: operators on nothing fail, and means of nothing are no numbers.
     """
     found: dict[str, tuple[Cut, int]] = {}
-    smallest: dict[str, int] = {}  # units of the smallest piece
     for choice, size in zip(axes, mesh_shape, strict=True):
         if choice.letter is None:
             continue
         assert choice.cut is not None
         cut, parts = found.get(choice.letter, (choice.cut, 1))
-        units = smallest.get(choice.letter, cut.num_units)
-        smallest[choice.letter] = units - (size - 1) * -(-units // size)
-        if size == 1 or cut != choice.cut or smallest[choice.letter] < 1:
+        if size == 1 or cut != choice.cut or cut.num_units < parts * size:
             return None
         found[choice.letter] = (cut, parts * size)
     return found

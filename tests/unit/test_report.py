@@ -108,23 +108,14 @@ def test_the_seconds_add_up_to_what_was_minimised(plans: dict[str, Plan]) -> Non
         assert solver["lower_bound_seconds"] <= solver["cost_seconds"]
 
 
-def _is_gathered_once(entry: dict[str, Any], report: dict[str, Any]) -> bool:
-    zero = {found["names"][0]: found["occurrences"] for found in report["parameters"] if found["zero"] == 3}
-    return entry["phase"] == "parameter" and entry["what"] in zero and entry["count"] == zero[entry["what"]]
-
-
 def test_the_ledgers_collectives_cost_what_the_search_charged(plans: dict[str, Plan]) -> None:
-    """Communication of the solver's problem = the collectives that the program issues, priced one by one.
-
-    A ZeRO-3 parameter is charged two gathers; the program gathers once what no operator keeps for its backward pass.
-    """
+    """Communication of the solver's problem = the collectives that the program issues, priced one by one."""
     for name, plan in plans.items():
         report = plan.report()
         breakdown = report["predicted"]["breakdown"]
         charged = breakdown["resharding_seconds"] + breakdown["parameter_communication_seconds"]
         issued = sum(entry["seconds"] for entry in report["collectives"]["entries"])
-        spared = sum(entry["seconds"] for entry in report["collectives"]["entries"] if _is_gathered_once(entry, report))
-        assert math.isclose(charged, issued + spared, rel_tol=1e-9, abs_tol=1e-12), (name, charged, issued, spared)
+        assert math.isclose(charged, issued, rel_tol=1e-9, abs_tol=1e-12), (name, charged, issued)
         totals = report["collectives"]["totals"]
         assert math.isclose(sum(total["seconds"] for total in totals), issued, rel_tol=1e-9), name
 
