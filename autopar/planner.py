@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
+MAX_RESERVATIONS = 4  # how often a plan is sought again with more memory set aside for what it holds for a moment
+
 
 def plan(
     model: nn.Module,
@@ -92,7 +94,7 @@ def plan_graph(
     search = _Search(prepared, cost_model, options, clock, say)
     candidates = [search.candidate(shape, roles) for shape, roles in meshes(cluster.num_devices, options)]
     best = _best(candidates)
-    if best is None:
+    if best is None or best.stage is None:
         raise _infeasible(candidates, search, cluster)
     with clock.phase("alternatives"):
         rivals = search.rivals(cluster.num_devices)
@@ -120,14 +122,17 @@ def meshes(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, 
     """Every mesh to try, with the role of each of its axes (``free`` where nothing is forced)."""
     if options.mesh_shape is not None:
         if math.prod(options.mesh_shape) != num_devices:
-            raise InputError(f"mesh_shape={options.mesh_shape} has {math.prod(options.mesh_shape)} devices, the cluster {num_devices}")
+            raise InputError(
+                f"mesh_shape={options.mesh_shape} has {math.prod(options.mesh_shape)} devices, the cluster {num_devices}"
+            )
         shapes = [options.mesh_shape]
     else:
         shapes = factorizations(num_devices, options.max_mesh_axes)
     forced = options.parallelism
     data, tensor = forced.data, forced.tensor
     if data is None and tensor is None:
-        yield from ((shape, ("free",) * len(shape)) for shape in shapes)
+        for shape in shapes:
+            yield shape, free_roles(shape)
         return
     found = False
     for shape in shapes:
@@ -144,6 +149,11 @@ def meshes(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, 
             f"{'' if options.mesh_shape is None else f' as a mesh of {options.mesh_shape}'}: the product of the forced "
             f"degrees must be {num_devices} (a degree that is left out takes the rest)"
         )
+
+
+def free_roles(shape: Sequence[int]) -> tuple[Role, ...]:
+    """Axes on which nothing is forced."""
+    return tuple("free" for _ in shape)
 
 
 class _Clock:
@@ -188,30 +198,38 @@ class _Search:
             return self._solved(costed, limited)
 
     def _solved(self, costed: Costed, limited: bool) -> Candidate:
-        """Solve within what is left of the memory after what the plan holds for a moment; that depends on the plan."""
+        """Solve within what is left of the memory after what the plan holds for a moment; that depends on the plan, so a
+        plan that turns out too large is sought again with as much set aside. The first bound holds for all."""
         available = self.cost_model.min_device_memory_bytes(self.options.memory_margin)
+        if not limited:
+            assignment = self._solve(costed, math.inf)
+            return self._found(costed, assignment, assignment.lower_bound_seconds, available)
+        assignment = self._solve(costed, available)
+        bound = assignment.lower_bound_seconds
+        candidate = self._found(costed, assignment, bound, available)
         reserved = 0.0
-        bound = -math.inf
-        for _ in range(4):
-            budget = available - reserved if limited else math.inf
-            assignment = self._solve(costed, budget)
-            bound = assignment.lower_bound_seconds if bound == -math.inf else bound
-            if assignment.choices is None:
-                smallest = assignment.smallest_budgets_bytes
-                needed = (smallest[0] if smallest else math.inf) + reserved
-                return Candidate(costed, assignment, None, bound, needed, reserved, available)
-            moment = moment_bytes(costed, assignment.choices)
-            if not limited or assignment.memory_bytes[0] + moment <= available:
-                break
-            reserved = max(moment, reserved * 1.05)
-        assert assignment.choices is not None
+        for _ in range(MAX_RESERVATIONS):
+            if candidate.stage is None or candidate.peak_bytes <= available:
+                return candidate
+            reserved = max(candidate.moment_bytes, reserved * 1.05)
+            assignment = self._solve(costed, available - reserved)
+            candidate = self._found(costed, assignment, bound, available, reserved)
+        return candidate if candidate.peak_bytes <= available else replace(candidate, stage=None)
+
+    def _found(
+        self, costed: Costed, assignment: Assignment, bound: float, available: float, reserved: float = 0.0
+    ) -> Candidate:
+        """The candidate of a solver's answer; without choices it says how much memory the mesh needs at least."""
+        if assignment.choices is None:
+            smallest = assignment.smallest_budgets_bytes
+            needed = (smallest[0] if smallest else math.inf) + reserved
+            return Candidate(costed, assignment, None, bound, needed, reserved, available)
+        moment = moment_bytes(costed, assignment.choices)
         peak = assignment.memory_bytes[0] + moment
-        if limited and peak > available:
-            return Candidate(costed, assignment, None, bound, peak, moment, available)
         return Candidate(costed, assignment, stage_plan(costed, assignment.choices), bound, peak, moment, available)
 
     def _solve(self, costed: Costed, budget: float) -> Assignment:
-        problem = replace(costed.problem, memory_budgets_bytes=np.array([budget]))
+        problem = replace(costed.problem, memory_budgets_bytes=np.array([budget], dtype=np.float64))
         left = None
         if self.options.time_limit_seconds is not None:
             left = max(self.options.time_limit_seconds - (time.perf_counter() - self.started), 1.0)
@@ -304,6 +322,6 @@ def _devices_that_do(search: _Search, cluster: Cluster) -> int | None:
         larger = _Search(search.prepared, CostModel(grown), search.options, search.clock, search.say)
         inside = grown.nodes[0].num_devices
         for shape in dict.fromkeys([(grown.num_devices // inside, inside), (grown.num_devices,)]):
-            if larger.candidate(shape, ("free",) * len(shape)).stage is not None:
+            if larger.candidate(shape, free_roles(shape)).stage is not None:
                 return grown.num_devices
     return None

@@ -150,7 +150,9 @@ class Plan:
                 details=document["report"],
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanFileError(f"{origin} lacks a part or has a wrong one: {error!r}; write it again with plan.save()") from error
+            raise PlanFileError(
+                f"{origin} lacks a part or has a wrong one: {error!r}; write it again with plan.save()"
+            ) from error
 
 
 def check_fingerprint(plan: Plan, graph: OpGraph, origin: str = "the plan") -> None:

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.layout import (
-    PARTIAL,
     REPLICATED,
-    SUMMED_GRADIENT,
     Layout,
     Shard,
     State,
@@ -204,8 +202,3 @@ def traffic(
                 backward.append(back)
         current = (*current[: step.axis], step.target, *current[step.axis + 1 :])
     return tuple(forward), tuple(reversed(backward))
-
-
-__all__ = [
-    "COLLECTIVES", "PARTIAL", "REPLICATED", "SUMMED_GRADIENT", "Step", "Traffic", "step_name", "step_traffic", "steps", "traffic",
-]  # fmt: skip

@@ -189,7 +189,7 @@ def local_bytes(prepared: Prepared, conversions: Conversions, value: str, column
     described = prepared.graph.values[value]
     item = described.num_bytes / max(described.num_elements, 1)
     elements = [conversions.local_elements(described.shape, layout) for layout in column.distinct]
-    return np.array(elements, dtype=np.float64)[column.which] * item
+    return np.asarray(np.array(elements, dtype=np.float64)[column.which] * item)
 
 
 def _compute_seconds(
@@ -227,7 +227,6 @@ def _exchange_seconds(
     """Collectives that the operator performs itself, on each axis that splits a letter which needs them."""
     if signature is None or not signature.exchanges:
         return 0.0
-    mesh = conversions.mesh
     split = strategy.split
     differentiated = any(value in prepared.gradient for value in operator.outputs)
     seconds = 0.0

@@ -8,6 +8,7 @@ less, so ZeRO-1 is offered only where it is forced.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -98,7 +99,7 @@ def _storages(
     axes = [a for a in axes if roles[a] != "tensor"]
     found = [ParameterChoice(use, _resting(use), 0)]
     levels = (2, 3) if zero is None else (zero,) if zero else ()
-    sharded = []
+    sharded: list[ParameterChoice] = []
     for count in range(len(axes), 0, -1):
         for some in itertools.combinations(axes, count):
             storage = _sharded(value, use, some, conversions)
@@ -114,14 +115,12 @@ def _sharded(value: Value, use: Layout, axes: Sequence[int], conversions: Conver
 
     A dim that the use cuts can only be cut further by later axes: the gather must join the innermost pieces.
     """
-    mesh = conversions.mesh
-    cut_by = {dim: [axis for axis, s in enumerate(use) if isinstance(s, Shard) and s.dim == dim] for dim in range(len(value.shape))}
-    for dim in sorted(cut_by, key=lambda dim: bool(cut_by[dim])):
-        over = (*cut_by[dim], *axes)
-        states = [use[axis] for axis in cut_by[dim]]
-        nests = not states or (max(cut_by[dim]) < min(axes) and states == [Shard(dim, Cut.plain(value.shape[dim]))] * len(states))
-        if nests and value.shape[dim] >= int(np.prod([mesh.shape[axis] for axis in over])):
-            added = Shard(dim, Cut.plain(value.shape[dim]))
+    sizes = conversions.mesh.shape
+    cut_by = {dim: [a for a, s in enumerate(use) if isinstance(s, Shard) and s.dim == dim] for dim in range(len(value.shape))}
+    for dim, earlier in sorted(cut_by.items(), key=lambda item: bool(item[1])):
+        added = Shard(dim, Cut.plain(value.shape[dim]))
+        nests = not earlier or (max(earlier) < min(axes) and all(use[axis] == added for axis in earlier))
+        if nests and value.shape[dim] >= math.prod(sizes[axis] for axis in (*earlier, *axes)):
             return tuple(added if axis in axes else state for axis, state in enumerate(_resting(use)))
     return None
 

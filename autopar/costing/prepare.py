@@ -101,7 +101,7 @@ def _cuts(
     graph: OpGraph, canonical: Mapping[str, str], signatures: Mapping[str, Signature]
 ) -> dict[str, LetterCuts]:
     """Cuts by canonical operator. The second block of a group shows how a block follows another."""
-    shown = {name for name in signatures}
+    shown = set(signatures)
     for group in graph.block_groups:
         shown.update(group.blocks[min(1, len(group.blocks) - 1)].operators)
     operators = [_renamed(op, canonical) for op in graph.operators if op.id in shown]

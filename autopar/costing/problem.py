@@ -1,14 +1,14 @@
-"""The whole model on one mesh as a ``solver.Problem``, and the solver's choices as a ``StagePlan``.
+"""The whole model on one mesh as a ``solver.Problem``.
 
 One node per operator (its strategies), per input (the layout in which it is handed out), per parameter (use and storage)
 and per sharing group (the layout its readers want); edges price conversions. Arrays are made once per repeated block and
-referenced by every occurrence, so the work does not grow with depth. Two memory rows: bytes kept throughout a step, and
-none other: what is held for a moment is added by the planner (``moment_bytes``).
+referenced by every occurrence, so the work does not grow with depth. There is one row of memory, the bytes kept
+throughout a step; what is held for a moment is added by the planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,7 +22,6 @@ from autopar.graph import Block, Operator
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
-from autopar.plans import OperatorPlan, ParameterPlan, StagePlan
 from autopar.solver import Edge, Problem, Repeat
 from cost_models import CostModel
 
@@ -73,10 +72,10 @@ class _Builder:
     parameters: dict[str, ParameterTable] = field(default_factory=dict)
     shared: dict[str, LayoutColumn] = field(default_factory=dict)
 
-    def once(self, key: Hashable, make: Callable[[], Item]) -> Item:
-        """``make()`` the first time, the same object ever after."""
+    def once(self, key: Hashable, make: Callable[..., Item], *arguments: object) -> Item:
+        """``make(*arguments)`` the first time, the same object ever after."""
         if key not in self.kept:
-            self.kept[key] = make()
+            self.kept[key] = make(*arguments)
         return self.kept[key]  # type: ignore[return-value]
 
     def node(self, name: str, costs: FloatArray, memory: FloatArray | None) -> None:
@@ -117,17 +116,22 @@ def _add_operators(builder: _Builder) -> None:
                 prepared.graph.operator_of[name], prepared, builder.conversions, builder.roles
             )
         table = builder.tables[name]
-        costs = builder.once(("cost", name), lambda: np.asarray(table.seconds + _fixed_sources(builder, name, table)))
-        memory = builder.once(("memory", name), lambda: table.saved_bytes[None, :].copy())
-        builder.node(operator.id, costs, memory)
+        costs = builder.once(("cost", name), _operator_seconds, builder, name, table)
+        builder.node(operator.id, costs, builder.once(("memory", name), _row, table.saved_bytes))
 
 
-def _fixed_sources(builder: _Builder, name: str, table: OperatorTable) -> FloatArray:
-    """Conversions of buffers and constants, which always rest replicated."""
+def _row(num_bytes: FloatArray) -> FloatArray:
+    """Bytes by choice as the one row of memory that a problem has."""
+    row: FloatArray = np.array([num_bytes], dtype=np.float64)
+    return row
+
+
+def _operator_seconds(builder: _Builder, name: str, table: OperatorTable) -> FloatArray:
+    """An operator's own seconds, and those of converting buffers and constants, which always rest replicated."""
     prepared = builder.prepared
     operator = prepared.graph.operator_of[name]
     whole: Layout = (REPLICATED,) * builder.conversions.mesh.num_axes
-    total = np.zeros(len(table.strategies))
+    total: FloatArray = np.array(table.seconds)
     for index, value in enumerate(operator.inputs):
         described = prepared.graph.values[value]
         if described.kind in ("buffer", "constant"):
@@ -160,7 +164,8 @@ def _add_sources(builder: _Builder) -> None:
     prepared, graph = builder.prepared, builder.prepared.graph
     whole: Layout = (REPLICATED,) * builder.conversions.mesh.num_axes
     for entry in graph.inputs:
-        layouts = [layout for layout in _wanted(builder, entry.value) if PARTIAL not in layout and SUMMED_GRADIENT not in layout]
+        wanted = _wanted(builder, entry.value)
+        layouts = [layout for layout in wanted if not {PARTIAL, SUMMED_GRADIENT} & set(layout)]
         column = LayoutColumn.of(list(dict.fromkeys([whole, *layouts])))
         builder.inputs[entry.value] = column
         builder.node(entry.value, np.zeros(len(column.distinct)), None)
@@ -178,8 +183,7 @@ def _add_sources(builder: _Builder) -> None:
                 name in prepared.saved,
             )
         table = builder.parameters[name]
-        memory = builder.once(("kept", name), lambda: table.kept_bytes[None, :].copy())
-        builder.node(parameter.value, table.seconds, memory)
+        builder.node(parameter.value, table.seconds, builder.once(("kept", name), _row, table.kept_bytes))
 
 
 def _add_shared(builder: _Builder) -> None:
@@ -202,7 +206,7 @@ def _add_shared(builder: _Builder) -> None:
                 found.update(dict.fromkeys(builder.tables[operator].inputs[index].distinct))
             builder.shared[name] = LayoutColumn.of(list(found))
         column = builder.shared[name]
-        builder.node(key, builder.once(("nothing", len(column.distinct)), lambda: np.zeros(len(column.distinct))), None)
+        builder.node(key, builder.once(("nothing", len(column.distinct)), np.zeros, len(column.distinct)), None)
         flows = any(prepared.flows(graph.operator_of[operator], index) for operator, index in alike.items())
         saves = any(_saves(prepared, operator, index) for operator, index in alike.items())
         _connect(builder, value, key, name, column, flows, saves)
@@ -238,7 +242,7 @@ def _add_edge(builder: _Builder, operator: Operator, index: int) -> None:
     key = prepared.group_key((operator.id, index))
     if key is not None and key in builder.nodes:
         shared = builder.shared[f"{prepared.name(value)}{key.removeprefix(value)}"]
-        costs = builder.once(("same", id(shared), name, index), lambda: _same(shared, column))
+        costs = builder.once(("same", id(shared), name, index), _same, shared, column)
         builder.edges.append(Edge(builder.nodes[key], builder.nodes[operator.id], costs))
     elif prepared.graph.values[value].kind not in ("buffer", "constant"):
         saves = _saves(prepared, name, index)
@@ -248,7 +252,7 @@ def _add_edge(builder: _Builder, operator: Operator, index: int) -> None:
 def _same(source: LayoutColumn, target: LayoutColumn) -> FloatArray:
     """0 where both choose one layout, absent elsewhere."""
     equal = np.array([[one == other for other in target.distinct] for one in source.distinct])
-    return np.where(equal, 0.0, np.inf)[np.ix_(source.which, target.which)]
+    return np.asarray(np.where(equal, 0.0, np.inf)[np.ix_(source.which, target.which)])
 
 
 def _connect(
@@ -275,93 +279,39 @@ def _connect(
 def _sums_gradient(source: LayoutColumn, target: LayoutColumn) -> np.ndarray:
     """Pairs in which a conversion would sum a parameter's gradient. That is the business of its storage, which does it once
     a step and for all parameters together, so such conversions are not offered."""
+    summing = (REPLICATED, SUMMED_GRADIENT)
     return np.array(
-        [
-            [any(a == REPLICATED and b == SUMMED_GRADIENT for a, b in zip(one, other, strict=True)) for other in target.distinct]
-            for one in source.distinct
-        ]
+        [[summing in zip(one, other, strict=True) for other in target.distinct] for one in source.distinct]
     )
 
 
 def _repeats(builder: _Builder) -> tuple[Repeat, ...]:
-    """For each group of blocks its nodes, aligned: operators, parameters, and what is shared within the block."""
+    """For each group of blocks its nodes, aligned; a parameter that others read too is a hub, and none of a block's."""
+    graph = builder.prepared.graph
     found = []
-    for group in builder.prepared.graph.block_groups:
-        if len(group.blocks) > 1:
-            instances = tuple(tuple(builder.nodes[name] for name in _block_nodes(builder, block)) for block in group.blocks)
-            found.append(Repeat(instances, builder.options.max_variants))
+    for group in graph.block_groups:
+        instances = []
+        for block in group.blocks:
+            members = set(block.operators)
+            hubs = {
+                value for value in block.parameters if any(reader not in members for reader, _ in graph.readers_of[value])
+            }
+            names = block_nodes(builder.prepared, builder.nodes, block)
+            instances.append(tuple(builder.nodes[name] for name in names if name not in hubs))
+        if len(instances) > 1 and len({len(instance) for instance in instances}) == 1:
+            found.append(Repeat(tuple(instances), builder.options.max_variants))
     return tuple(found)
 
 
-def _block_nodes(builder: _Builder, block: Block) -> list[str]:
-    graph = builder.prepared.graph
-    names = [*block.operators]
-    outside = {value for value in block.parameters if _read_elsewhere(builder, value, block)}
-    names += [value for value in block.parameters if value not in outside]
-    made = {value for operator in block.operators for value in graph.operator_of[operator].outputs}
+def block_nodes(prepared: Prepared, nodes: Mapping[str, int], block: Block) -> list[str]:
+    """Names of a block's nodes, aligned with those of its siblings: operators, parameters, and what is shared inside."""
+    graph = prepared.graph
+    inside = {value for operator in block.operators for value in graph.operator_of[operator].outputs}
+    inside.update(block.parameters)
     shared: dict[str, None] = {}
     for operator in block.operators:
         for index, value in enumerate(graph.operator_of[operator].inputs):
-            key = builder.prepared.group_key((operator, index))
-            if key in builder.nodes and key is not None and (value in made or value in block.parameters):
+            key = prepared.group_key((operator, index)) if value in inside else None
+            if key is not None and key in nodes:
                 shared[key] = None
-    return names + list(shared)
-
-
-def _read_elsewhere(builder: _Builder, value: str, block: Block) -> bool:
-    members = set(block.operators)
-    return any(operator not in members for operator, _ in builder.prepared.graph.readers_of.get(value, ()))
-
-
-def stage_plan(costed: Costed, choices: Sequence[int]) -> StagePlan:
-    """What the solver chose, as a plan: like blocks with like choices are one variant."""
-    prepared, graph = costed.prepared, costed.prepared.graph
-    chosen = {name: choices[node] for name, node in costed.nodes.items()}
-    variants: dict[str, tuple[int, ...]] = {}
-    left_out: set[str] = set()
-    for group in graph.block_groups:
-        kinds: dict[tuple[int, ...], int] = {}
-        numbers = []
-        for block in group.blocks:
-            key = tuple(chosen[name] for name in _plan_nodes(costed, block))
-            if key in kinds:
-                left_out.update(_plan_nodes(costed, block))
-            numbers.append(kinds.setdefault(key, len(kinds)))
-        variants[group.name] = tuple(numbers)
-    whole: Layout = (REPLICATED,) * costed.mesh.num_axes
-    sources = {value: column.distinct[chosen[value]] for value, column in costed.input_columns.items()}
-    sources.update((item.value, whole) for item in (*graph.buffers, *graph.constants))
-    operators, parameters, shared = {}, {}, {}
-    for name, choice in chosen.items():
-        if name in left_out or name in sources:
-            continue
-        if name in graph.operator_of:
-            strategy = costed.operator_table(name).strategies[choice]
-            operators[name] = OperatorPlan(strategy.label, strategy.inputs, _all_outputs(graph.operator_of[name], strategy.outputs, whole))
-        elif name in graph.values:
-            kept = costed.parameter_table(name).choices[choice]
-            parameters[name] = ParameterPlan(kept.use, kept.storage, kept.zero)
-        else:
-            value, _, rest = name.partition("|")
-            shared[name] = costed.shared_columns[f"{prepared.name(value)}|{rest}"].distinct[choice]
-    return StagePlan(costed.mesh, operators, parameters, sources, shared, variants)
-
-
-def _all_outputs(operator: Operator, layouts: tuple[Layout, ...], whole: Layout) -> tuple[Layout, ...]:
-    """One layout per output, those that are no tensors included, so that positions agree with ``Operator.outputs``."""
-    rest = iter(layouts)
-    return tuple(next(rest) if value else whole for value in operator.outputs)
-
-
-def _plan_nodes(costed: Costed, block: Block) -> list[str]:
-    """Names of a block's nodes, aligned with those of its siblings."""
-    graph = costed.prepared.graph
-    names = [*block.operators, *block.parameters]
-    made = {value for operator in block.operators for value in graph.operator_of[operator].outputs} | set(block.parameters)
-    shared: dict[str, None] = {}
-    for operator in block.operators:
-        for index, value in enumerate(graph.operator_of[operator].inputs):
-            key = costed.prepared.group_key((operator, index))
-            if key is not None and value in made and key in costed.nodes:
-                shared[key] = None
-    return names + list(shared)
+    return [*block.operators, *block.parameters, *shared]

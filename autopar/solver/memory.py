@@ -44,7 +44,7 @@ class Limits:
     branch_ops: int = 10_000
     wide_branch_ops: int = 40_000
     ilp_pairs: int = 3_000
-    ilp_nodes: int = 500
+    ilp_nodes: int = 100
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autopar.solver.network import IntArray
 from autopar.solver.problem import Edge, FloatArray, Problem
 
 # A search finds a few tuples per multiplier; the least used beyond this many never mattered where measured.
@@ -85,20 +86,27 @@ def bundled(
         if node not in inside:
             members.append((node,))
             repeat_of.append(-1)
+    tables = {number: np.array(pool).T.copy() for number, pool in pools.items()}
     home: dict[int, int] = {}
-    select: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+    select: dict[int, tuple[tuple[int, int], IntArray]] = {}
     sizes = []
     for new, (nodes, number) in enumerate(zip(members, repeat_of)):
-        table = np.array(_taken(known, nodes[0]) if number < 0 else pools[number])
-        sizes.append(len(table))
-        for position, node in enumerate(nodes):
-            home[node], select[node] = new, table[:, position]
+        table = np.array(_taken(known, nodes[0])).T if number < 0 else tables[number]
+        sizes.append(table.shape[1])
+        for position, (node, column) in enumerate(zip(nodes, table)):
+            place = (-1, node) if number < 0 else (number, position)
+            home[node], select[node] = new, (place, column)
     builder = _Builder(problem, sizes)
     for node, (costs, memory) in enumerate(zip(problem.node_costs_seconds, problem.node_memory_bytes)):
-        builder.nodes[home[node]] += builder.stack(costs, memory)[:, select[node]]
+        builder.nodes[home[node]] += builder.stack(costs, memory)[:, select[node][1]]
+    stacks: dict[tuple[object, ...], FloatArray] = {}
     for edge in problem.edges:
-        stack = builder.stack(edge.costs_seconds, edge.memory_bytes)
-        stack = stack[:, select[edge.source]][:, :, select[edge.target]]
+        (source, rows), (target, columns) = select[edge.source], select[edge.target]
+        key = id(edge.costs_seconds), id(edge.memory_bytes), source, target
+        stack = stacks.get(key)
+        if stack is None:
+            stack = builder.stack(edge.costs_seconds, edge.memory_bytes)[:, rows][:, :, columns]
+            stacks[key] = stack
         builder.add_edge(home[edge.source], home[edge.target], stack)
     return builder.problem(problem.memory_budgets_bytes), members, repeat_of
 

@@ -188,7 +188,7 @@ def _compare(places: Sequence[tuple[_Place, int]], reach: Mapping[_Place, set[st
     for place, _ in places:
         better = [units for other, units in places if reach.get(other, set()) > reach.get(place, set())]
         if better:
-            beaten[place] = max(max(better), beaten.get(place, 0))
+            beaten[place] = max(*better, beaten.get(place, 0))
 
 
 def _terms(operator: Operator, signature: Signature) -> list[tuple[str, Term]]:

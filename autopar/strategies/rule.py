@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.errors import RuleError
-from autopar.graph import OpGraph, Operator
+from autopar.graph import Operator, OpGraph
 
 
 @dataclass(frozen=True)

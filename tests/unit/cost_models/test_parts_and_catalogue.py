@@ -144,7 +144,7 @@ def test_unknown_device_names_near_ones_and_all() -> None:
         find_device("H100-SMX")
     text = str(caught.value)
     assert "unknown device 'H100-SMX'; did you mean " in text
-    assert "H100-SXM5-80GB" in text.split("?")[0]
+    assert "H100-SXM5-80GB" in text.split("?", maxsplit=1)[0]
     assert all(name in text for name in DEVICES)
 
 

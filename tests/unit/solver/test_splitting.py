@@ -51,7 +51,7 @@ def test_hubs_are_split_and_still_solved(hubs: tuple[int, ...], monkeypatch: pyt
 
 
 def test_a_dense_graph_gives_an_honest_bound() -> None:
-    problem = dense_problem(10, 8)
+    problem = dense_problem(12, 8)
     found = solve(problem)
     check(problem, found)
     assert found.choices is not None and found.lower_bound_seconds <= found.cost_seconds
