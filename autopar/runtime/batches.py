@@ -57,7 +57,7 @@ class Batches:
             self._check(given, tensor, self._expected(given, batch, local), local)
             if local and given.batch_dim is not None:
                 words = tuple(word if word.dim != given.batch_dim else type(word)("R") for word in words)
-            shares[given.name] = take_share(tensor, words, self._mesh).to(self._mesh.device, non_blocking=True)
+            shares[given.name] = take_share(tensor, words, self._mesh).contiguous().to(self._mesh.device, non_blocking=True)
         return shares, batch
 
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

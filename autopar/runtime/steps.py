@@ -100,7 +100,8 @@ def _put(x: Tensor, move: Move) -> Tensor:
 
 
 def _first(x: Tensor, move: Move) -> Tensor:
-    return x.view_as(x) if move.axis.place == 0 else torch.zeros_like(x)
+    # A copy, not a view: autograd keeps the same thing on every rank, so a parameter under ZeRO-3 is gathered again by all.
+    return x.clone() if move.axis.place == 0 else torch.zeros_like(x)
 
 
 def _exchange(x: Tensor, move: Move) -> Tensor:

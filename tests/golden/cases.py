@@ -11,8 +11,11 @@ import torch
 
 from autopar.codegen import generate
 from autopar.mesh import Mesh
+from autopar.options import Parallelism, PlanOptions
+from autopar.planner import plan_graph
 from autopar.tracing import trace
-from tests.support.models import cross_entropy, mlp
+from cost_models import Cluster
+from tests.support.models import cross_entropy, gpt2, mlp
 from tests.support.plans import data_parallel_plan, make_plan
 from tests.support.shapes import shape
 
@@ -32,4 +35,15 @@ def collecting_replicated() -> str:
     return generate(make_plan(graph, Mesh((2,), ("data",))), graph)
 
 
-CASES: dict[str, Callable[[], str]] = {case.__name__: case for case in (mlp_data_parallel, collecting_replicated)}
+def gpt2_data_and_tensor() -> str:
+    """A whole model as the planner lays it out: fused q-k-v cut by heads, tied embeddings over the vocabulary."""
+    torch.manual_seed(0)
+    model, batch = gpt2(8, layers=4)
+    graph = trace(model, batch).graph
+    cluster = Cluster.homogeneous(num_nodes=2, devices_per_node=2)
+    return generate(plan_graph(graph, cluster, PlanOptions(parallelism=Parallelism(data=2, tensor=2), mesh_shape=(2, 2))), graph)
+
+
+CASES: dict[str, Callable[[], str]] = {
+    case.__name__: case for case in (mlp_data_parallel, collecting_replicated, gpt2_data_and_tensor)
+}

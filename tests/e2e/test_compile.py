@@ -1,0 +1,45 @@
+"""A planned program under torch.compile, on two processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.codegen import generate
+from autopar.options import Parallelism
+from autopar.planner import plan
+from autopar.runtime import Engine, load_program
+from autopar.tracing import trace
+from cost_models import Cluster
+from tests.e2e.test_runtime_gloo import spawn
+from tests.support.models import llama
+from tests.support.running import values_of
+
+pytestmark = pytest.mark.e2e
+
+
+def run_compiled_llama() -> None:
+    torch.manual_seed(0)
+    model, inputs = llama(4, layers=2)
+    made = plan(model, Cluster.local(2, memory_bytes=2**33, num_cores=2), inputs, parallelism=Parallelism(tensor=2))
+    source = generate(made, trace(model, inputs).graph)
+    values = values_of(model)
+    losses = []
+    for compiled in (False, True):
+        engine = Engine(load_program(source))
+        engine.load(values.__getitem__)
+        if compiled:
+            engine.compile(fullgraph=True, backend="aot_eager")
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        steps = []
+        for _ in range(3):
+            steps.append(engine.step(**inputs))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(torch.stack(steps))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    assert losses[0][0] > losses[0][-1]
+
+
+def test_a_planned_program_compiles() -> None:
+    spawn(run_compiled_llama)
