@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autopar.costing import Costed, Prepared, build, prepare, stage_plan
+from autopar.costing import Costed, Prepared, build, prepare
 from autopar.costing.candidate import Candidate, SearchResult
 from autopar.costing.operators import Role
 from autopar.errors import InfeasibleError, InputError
+from autopar.fitting import fit, unlimited
 from autopar.graph import OpGraph, check
 from autopar.mesh import Mesh, factorizations
 from autopar.options import Parallelism, PlanOptions
 from autopar.plans import Plan, StagePlan
 from autopar.report import details
-from autopar.solver import Assignment, Status, solve
+from autopar.solver import Assignment, Problem, Status, solve
 from cost_models import Cluster, CostModel
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-MAX_RESERVATIONS = 4  # how often a plan is sought again with more memory set aside for what it holds for a moment
 
 
 def plan(
@@ -92,7 +92,7 @@ def plan_graph(
     with clock.phase("prepare"):
         prepared = prepare(graph)
     search = _Search(prepared, cost_model, options, clock, say)
-    candidates = [search.candidate(shape, roles) for shape, roles in meshes(cluster.num_devices, options)]
+    candidates = search.candidates(list(meshes(cluster.num_devices, options)))
     best = _best(candidates)
     if best is None or best.stage is None:
         raise _infeasible(candidates, search, cluster)
@@ -151,6 +151,10 @@ def meshes(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, 
         )
 
 
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
 def free_roles(shape: Sequence[int]) -> tuple[Role, ...]:
     """Axes on which nothing is forced."""
     return tuple("free" for _ in shape)
@@ -188,54 +192,44 @@ class _Search:
         self.prepared, self.cost_model, self.options, self.clock, self.say = prepared, cost_model, options, clock, say
         self.started = time.perf_counter()
 
-    def candidate(self, shape: tuple[int, ...], roles: tuple[Role, ...], limited: bool = True) -> Candidate:
-        """The best plan on one mesh. ``limited``: within the devices' memory."""
+    def candidates(self, tried: Sequence[tuple[tuple[int, ...], tuple[Role, ...]]]) -> list[Candidate]:
+        """The best plan of every mesh. Each is first sought without regard to memory; where that plan does not fit, and
+        is not slower anyway than what was found on another mesh, one that fits is sought, the most promising mesh first."""
+        found = [self.unlimited(shape, roles) for shape, roles in tried]
+        best_seconds = min((c.assignment.cost_seconds for c in found if not c.missing_bytes), default=math.inf)
+        for index in sorted(range(len(found)), key=lambda index: found[index].lower_bound_seconds):
+            candidate = found[index]
+            if not candidate.missing_bytes:
+                continue
+            if candidate.lower_bound_seconds >= best_seconds:
+                found[index] = replace(candidate, stage=None)
+                continue
+            self.say(f"mesh {_by(candidate.costed.mesh.shape)} within the memory")
+            with self.clock.phase("solve"):
+                fitted = fit(candidate.costed, candidate.available_bytes, self._solve, best_seconds)
+            if fitted.stage is not None:
+                best_seconds = min(best_seconds, fitted.assignment.cost_seconds)
+            if math.isinf(fitted.peak_bytes):  # nothing that fits is fast enough: what does not fit says more
+                fitted = replace(candidate, stage=None, lower_bound_seconds=fitted.lower_bound_seconds)
+            found[index] = fitted
+        return found
+
+    def unlimited(self, shape: tuple[int, ...], roles: tuple[Role, ...], what: str = "mesh") -> Candidate:
+        """The best plan on one mesh whether it fits or not. ``what`` is said of the progress."""
+        self.say(f"{what} {_by(shape)}")
         names = tuple(f"axis{index}" for index in range(len(shape)))
-        self.say(f"mesh {' x '.join(map(str, shape))}")
         with self.clock.phase("cost"):
             costed = build(self.prepared, Mesh(shape, names), roles, self.cost_model, self.options)
         with self.clock.phase("solve"):
-            return self._solved(costed, limited)
+            return unlimited(costed, self.cost_model.min_device_memory_bytes(self.options.memory_margin), self._solve)
 
-    def _solved(self, costed: Costed, limited: bool) -> Candidate:
-        """Solve within what is left of the memory after what the plan holds for a moment; that depends on the plan, so a
-        plan that turns out too large is sought again with as much set aside. The first bound holds for all."""
-        available = self.cost_model.min_device_memory_bytes(self.options.memory_margin)
-        if not limited:
-            assignment = self._solve(costed, math.inf)
-            return self._found(costed, assignment, assignment.lower_bound_seconds, available)
-        assignment = self._solve(costed, available)
-        bound = assignment.lower_bound_seconds
-        candidate = self._found(costed, assignment, bound, available)
-        reserved = 0.0
-        for _ in range(MAX_RESERVATIONS):
-            if candidate.stage is None or candidate.peak_bytes <= available:
-                return candidate
-            reserved = max(candidate.moment_bytes, reserved * 1.05)
-            assignment = self._solve(costed, available - reserved)
-            candidate = self._found(costed, assignment, bound, available, reserved)
-        return candidate if candidate.peak_bytes <= available else replace(candidate, stage=None)
-
-    def _found(
-        self, costed: Costed, assignment: Assignment, bound: float, available: float, reserved: float = 0.0
-    ) -> Candidate:
-        """The candidate of a solver's answer; without choices it says how much memory the mesh needs at least."""
-        if assignment.choices is None:
-            smallest = assignment.smallest_budgets_bytes
-            needed = (smallest[0] if smallest else math.inf) + reserved
-            return Candidate(costed, assignment, None, bound, needed, reserved, available)
-        moment = moment_bytes(costed, assignment.choices)
-        peak = assignment.memory_bytes[0] + moment
-        return Candidate(costed, assignment, stage_plan(costed, assignment.choices), bound, peak, moment, available)
-
-    def _solve(self, costed: Costed, budget: float) -> Assignment:
-        problem = replace(costed.problem, memory_budgets_bytes=np.array([budget], dtype=np.float64))
+    def _solve(self, problem: Problem) -> Assignment:
         left = None
         if self.options.time_limit_seconds is not None:
             left = max(self.options.time_limit_seconds - (time.perf_counter() - self.started), 1.0)
         assignment = solve(problem, time_limit_seconds=left)
         if assignment.status is Status.ERROR:
-            raise InputError(f"the solver failed on mesh {costed.mesh}: {assignment.message}")
+            raise InputError(f"the solver failed: {assignment.message}")
         return assignment
 
     def rivals(self, num_devices: int) -> dict[str, Candidate]:
@@ -251,23 +245,8 @@ class _Search:
         for name, (role, zero) in forced.items():
             options = replace(self.options, parallelism=Parallelism(zero=zero))
             search = _Search(self.prepared, self.cost_model, options, self.clock, self.say)
-            found[name] = search.candidate((num_devices,), (role,), limited=False)
+            found[name] = search.unlimited((num_devices,), (role,), f"for comparison: {name}")
         return found
-
-
-def moment_bytes(costed: Costed, choices: Sequence[int]) -> float:
-    """Bytes that a step holds for a moment beyond what it keeps: the largest operator's tensors and gradients, and the
-    parameters that ZeRO gathers around their use (one in use, one ahead)."""
-    graph = costed.prepared.graph
-    operators = (
-        float(costed.operator_table(operator.id).transient_bytes[choices[costed.nodes[operator.id]]])
-        for operator in graph.operators
-    )
-    gathered = (
-        float(costed.parameter_table(parameter.value).transient_bytes[choices[costed.nodes[parameter.value]]])
-        for parameter in graph.parameters
-    )
-    return max(operators, default=0.0) + 2 * max(gathered, default=0.0)
 
 
 def named_axes(stage: StagePlan, costed: Costed, assignment: Assignment) -> StagePlan:
@@ -300,11 +279,15 @@ def _infeasible(candidates: Sequence[Candidate], search: _Search, cluster: Clust
     """The error for a model that does not fit: the smallest memory per device, and how many such devices would do."""
     needed = min(candidate.peak_bytes for candidate in candidates)
     available = candidates[0].available_bytes
+    if needed == math.inf:
+        return InfeasibleError("no plan satisfies what is forced, whatever the memory; force less")
     more = _devices_that_do(search, cluster)
     advice = f"{more} of these devices would do" if more else "more of these devices alone would not do"
+    smallest = math.ceil(needed / 2**30 * 100) / 100
     return InfeasibleError(
-        f"no plan fits: the best one needs {needed / 2**30:.2f} GiB on each of {cluster.num_devices} devices, which have "
-        f"{available / 2**30:.2f} GiB for it (memory less the margin); devices with {needed / 2**30:.2f} GiB, or {advice}"
+        f"no plan fits: the leanest one needs {smallest:.2f} GiB on each of {cluster.num_devices} devices, which have "
+        f"{available / 2**30:.2f} GiB for it (memory less the software's own and the margin); {smallest:.2f} GiB on each "
+        f"device would do; {advice}"
     )
 
 
@@ -322,6 +305,6 @@ def _devices_that_do(search: _Search, cluster: Cluster) -> int | None:
         larger = _Search(search.prepared, CostModel(grown), search.options, search.clock, search.say)
         inside = grown.nodes[0].num_devices
         for shape in dict.fromkeys([(grown.num_devices // inside, inside), (grown.num_devices,)]):
-            if larger.candidate(shape, free_roles(shape)).stage is not None:
+            if larger.candidates([(shape, free_roles(shape))])[0].stage is not None:
                 return grown.num_devices
     return None

@@ -36,6 +36,7 @@ LAYERS = (
     "autopar.codegen",
     "autopar.solver",
     "autopar.costing",
+    "autopar.fitting",
     "autopar.report",
     "autopar.exports",
     "autopar.tracing",
@@ -61,6 +62,7 @@ LAYERS = (
 EXTERNAL = {
     "cost_models": {"numpy", "networkx"},
     "autopar.runtime": {"torch"},
+    "autopar.fitting": {"numpy"},
     "autopar.layout": {"numpy"},
     "autopar.strategies": {"networkx", "typing_extensions"},  # typing_extensions for annotations only
     "autopar.solver": {"numpy", "networkx", "ortools"},

@@ -118,8 +118,8 @@ def _worth_offering(
     """Leave out what costs time to search and saves nothing.
 
     Operators that no parameter leads to (masks, positions) are split along the batch or not at all. Partial values are
-    carried through where that can save something: where they are added to others, or change shape or type. A
-    gradient is left partial only where it is then summed once for several readers.
+    carried through where that can save something: where they are added to others, or change shape or type. A gradient is
+    left partial only where it is then summed once for several readers, or together with those of all parameters.
     """
     if operator.id in prepared.derived:
         return choice.label == "R" or choice.splits_batch
@@ -130,7 +130,8 @@ def _worth_offering(
         alike = {(values[v].shape, values[v].dtype) for v in (*operator.inputs[:1], *operator.outputs[:1])}
         added = sum(state is PARTIAL for state in choice.inputs) > 1
         return signature.kind not in HEAVY and (added or len(alike) > 1)
-    return signature.kind not in HEAVY and any(prepared.num_conversions(value) > 1 for value in operator.outputs if value)
+    summed_once = any(prepared.num_conversions(value) > 1 for value in operator.outputs if value)
+    return signature.kind not in HEAVY and (summed_once or operator.id in prepared.of_parameters)
 
 
 def _num_split(strategy: Strategy) -> int:

@@ -26,7 +26,8 @@ class Prepared:
     ``canonical`` maps operators and values of repeated blocks to the representative's; ``signatures`` and ``cuts`` are by
     canonical operator (an operator without a rule has no entry); ``gradient`` are the values through which a gradient
     flows; ``saved`` the canonical storages that autograd keeps for backward; ``derived`` the canonical operators
-    that depend on no parameter (masks, positions, rotary tables).
+    that depend on no parameter (masks, positions, rotary tables); ``of_parameters`` those whose gradient flows to
+    parameters only (an embedding of positions, a cast of a weight).
     """
 
     graph: OpGraph
@@ -37,6 +38,7 @@ class Prepared:
     groups: Mapping[Reader, str]
     saved: frozenset[str]
     derived: frozenset[str]
+    of_parameters: frozenset[str]
 
     def name(self, item: str) -> str:
         """The canonical id of an operator or value."""
@@ -80,6 +82,7 @@ def prepare(graph: OpGraph) -> Prepared:
         groups=sharing_groups(graph),
         saved=_saved(graph, representatives, signatures, gradient, canonical),
         derived=_derived(graph),
+        of_parameters=_of_parameters(graph, gradient),
     )
 
 
@@ -179,5 +182,17 @@ def _derived(graph: OpGraph) -> frozenset[str]:
         if any(value in tainted for value in operator.inputs):
             tainted.update(operator.outputs)
         else:
+            found.add(operator.id)
+    return frozenset(found)
+
+
+def _of_parameters(graph: OpGraph, gradient: frozenset[str]) -> frozenset[str]:
+    """Operators whose inputs with a gradient are parameters, or come from such operators."""
+    values = {parameter.value for parameter in graph.parameters}
+    found = set()
+    for operator in graph.operators:
+        flowing = [value for value in operator.inputs if value in gradient]
+        if flowing and all(value in values for value in flowing):
+            values.update(operator.outputs)
             found.add(operator.id)
     return frozenset(found)

@@ -175,6 +175,8 @@ def _convolved(operator: Operator, graph: OpGraph, transposed: bool) -> Signatur
     pixels = math.prod(x[2:]) if transposed else math.prod(output[2:])
     flops = 2.0 * x[0] * pixels * math.prod(weight)
     fields = work(operator, graph, (0, 1), flops)
+    if any(needs_gradient(operator, graph)):
+        fields["saves"] = (0, 1)  # whichever of the two needs a gradient, autograd keeps both
     if len(operator.inputs) == 3:
         fields = with_bias(fields, (0, 1), 2)
     return signature(operator, graph, inputs, [outputs], sizes, **fields)

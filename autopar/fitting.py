@@ -1,0 +1,172 @@
+"""The best plan on one mesh within the devices' memory: what a step keeps and what it holds for a moment together.
+
+The solver's row of memory adds up what is kept throughout a step. What is held for a moment, the largest operator's
+tensors beside the largest gathered parameters, is a sum of two maxima, so it is searched by branch and bound around the
+solver. Plans are parted by the two: those of a part with ``low`` and ``high`` have the available bytes less ``low`` for
+what they keep, and choices that hold ``high`` or more are absent. Each part's lower bound holds for all plans in it,
+hence the least of the parts' bounds holds for all plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.costing import Costed, stage_plan
+from autopar.costing.candidate import Candidate
+from autopar.costing.conversions import FloatArray
+from autopar.solver import Assignment, Problem, Status
+
+MAX_PARTS = 8  # how many parts are solved before the search for a better bound ends
+GAP_TARGET = 1e-3  # a plan so close to its bound is not improved any more
+
+Solve = Callable[[Problem], Assignment]
+
+
+Pair = tuple[float, float]  # bytes held for a moment by the largest operator, and by gathered parameters
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Plans that hold at least ``low`` and less than ``high`` for a moment; ``bound`` in seconds."""
+
+    low: Pair
+    high: Pair
+    bound: float
+
+    def split(self, held: Pair, bound: float) -> list[_Part]:
+        """In two, at what a plan holds, by the one of the pair that is more above its ``low``: the plan is in the first."""
+        which = 0 if held[0] - self.low[0] >= held[1] - self.low[1] else 1
+        return [
+            _Part(_with(self.low, which, held[which]), self.high, bound),
+            _Part(self.low, _with(self.high, which, held[which]), bound),
+        ]
+
+
+def _with(pair: Pair, which: int, value: float) -> Pair:
+    return (value, pair[1]) if which == 0 else (pair[0], value)
+
+
+def unlimited(costed: Costed, available_bytes: float, solve: Solve) -> Candidate:
+    """The best plan on the mesh whether it fits or not."""
+    assignment = solve(costed.problem)
+    return _candidate(costed, assignment, assignment.lower_bound_seconds, available_bytes)
+
+
+def fit(costed: Costed, available_bytes: float, solve: Solve, to_beat_seconds: float = math.inf) -> Candidate:
+    """The best plan on the mesh that fits; where none does, a candidate without a stage that says what is needed.
+
+    Parts whose plans all take ``to_beat_seconds`` or more are not searched.
+    """
+    parts = [_Part(_least(costed), (math.inf, math.inf), -math.inf)]
+    closed: list[float] = []
+    best: Candidate | None = None
+    for _ in range(MAX_PARTS):
+        part = min(parts, key=lambda part: part.bound, default=None)
+        if part is None or part.bound >= min(to_beat_seconds, (1 - GAP_TARGET) * _cost(best) if best else math.inf):
+            break
+        parts.remove(part)
+        assignment = solve(_restricted(costed, part, available_bytes))
+        if assignment.choices is None:
+            continue
+        bound = max(part.bound, assignment.lower_bound_seconds)
+        found = _candidate(costed, assignment, bound, available_bytes)
+        if found.peak_bytes <= available_bytes:
+            closed.append(bound)
+            best = found if best is None or _cost(found) < _cost(best) else best
+        else:
+            parts += part.split(_moment(costed, assignment.choices), bound)
+    bounds = [*closed, *(part.bound for part in parts)]
+    if best is None and to_beat_seconds < math.inf:
+        return replace(_none(costed, available_bytes), lower_bound_seconds=min(bounds, default=math.inf))
+    if best is None:
+        best = _leanest(costed, available_bytes, solve)
+        if best.stage is None or best.peak_bytes > available_bytes:
+            return replace(best, stage=None, lower_bound_seconds=min(bounds, default=math.inf))
+    return replace(best, lower_bound_seconds=min([*bounds, _cost(best)]))
+
+
+def _cost(candidate: Candidate) -> float:
+    return candidate.assignment.cost_seconds
+
+
+def _none(costed: Costed, available_bytes: float) -> Candidate:
+    """No plan of this mesh fits and is fast enough."""
+    nothing = Assignment(None, math.inf, math.inf, Status.INFEASIBLE)
+    return Candidate(costed, nothing, None, math.inf, math.inf, 0.0, available_bytes)
+
+
+def _candidate(costed: Costed, assignment: Assignment, bound: float, available_bytes: float) -> Candidate:
+    if assignment.choices is None:
+        return Candidate(costed, assignment, None, bound, math.inf, 0.0, available_bytes)
+    moment = moment_bytes(costed, assignment.choices)
+    peak = assignment.memory_bytes[0] + moment
+    return Candidate(costed, assignment, stage_plan(costed, assignment.choices), bound, peak, moment, available_bytes)
+
+
+def _leanest(costed: Costed, available_bytes: float, solve: Solve) -> Candidate:
+    """The plan that keeps least."""
+    nothing = solve(replace(costed.problem, memory_budgets_bytes=np.zeros(1)))
+    smallest = nothing.smallest_budgets_bytes
+    if smallest is None:  # no choices are allowed at all, whatever the memory
+        return _candidate(costed, nothing, nothing.lower_bound_seconds, available_bytes)
+    budget = np.array([smallest[0] * (1 + 1e-9)])
+    assignment = solve(replace(costed.problem, memory_budgets_bytes=budget))
+    return _candidate(costed, assignment, assignment.lower_bound_seconds, available_bytes)
+
+
+def _restricted(costed: Costed, part: _Part, available_bytes: float) -> Problem:
+    """The problem of one part: less memory by what is held at least, and no choice that holds too much."""
+    costs = list(costed.problem.node_costs_seconds)
+    made: dict[int, FloatArray] = {}  # like nodes go on sharing their arrays
+    for which, held in enumerate(_held(costed)):
+        for name, num_bytes in held if part.high[which] < math.inf else ():
+            node = costed.nodes[name]
+            key = id(costs[node])
+            if key not in made:
+                made[key] = np.where(num_bytes < part.high[which], costs[node], np.inf)
+            costs[node] = made[key]
+    budget = np.array([max(available_bytes - sum(part.low), 0.0)])
+    return replace(costed.problem, node_costs_seconds=tuple(costs), memory_budgets_bytes=budget)
+
+
+GATHERED = 2.0  # parameters under ZeRO-3 that are whole at the same time: one in use, one ahead
+
+
+def _held(costed: Costed) -> tuple[list[tuple[str, FloatArray]], list[tuple[str, FloatArray]]]:
+    """What each operator's choices, and each parameter's, hold for a moment."""
+    graph = costed.prepared.graph
+    operators = [(operator.id, costed.operator_table(operator.id).transient_bytes) for operator in graph.operators]
+    parameters = [(p.value, GATHERED * costed.parameter_table(p.value).transient_bytes) for p in graph.parameters]
+    return operators, parameters
+
+
+def _least(costed: Costed) -> Pair:
+    """What every plan holds for a moment."""
+    allowed = costed.problem.node_costs_seconds
+    operators, parameters = (
+        max(
+            (float(num_bytes[np.isfinite(allowed[costed.nodes[name]])].min(initial=math.inf)) for name, num_bytes in held),
+            default=0.0,
+        )
+        for held in _held(costed)
+    )
+    return operators, parameters
+
+
+def _moment(costed: Costed, choices: Sequence[int]) -> Pair:
+    """What a plan holds for a moment."""
+    operators, parameters = (
+        max((float(num_bytes[choices[costed.nodes[name]]]) for name, num_bytes in held), default=0.0)
+        for held in _held(costed)
+    )
+    return operators, parameters
+
+
+def moment_bytes(costed: Costed, choices: Sequence[int]) -> float:
+    """Bytes that a step holds for a moment beyond what it keeps: the largest operator's tensors and gradients, and the
+    parameters that ZeRO gathers around their use."""
+    return sum(_moment(costed, choices))
