@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from autopar.runtime.errors import ProgramError
-from autopar.runtime.layouts import Words, parse_words, split_of, take_share
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.layouts import Words, parse_words, take_share
+from autopar.runtime.mesh import Axis, Mesh
 from autopar.runtime.program import Input
+from autopar.runtime.split import Split
+from autopar.runtime.steps import gather
 
 
 class Batches:
@@ -22,10 +25,11 @@ class Batches:
         self._planned = planned
         self._multiple = multiple
         self._words = {given.name: parse_words(given.layout, mesh, len(given.shape)) for given in inputs}
+        self._data_axes = max((self._batch_axes(given) for given in inputs), key=_num_shares, default=())
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the batch is cut."""
+        """Into how many shares the batch is cut, by the input that is cut most."""
         return self._data()[0]
 
     @property
@@ -34,14 +38,17 @@ class Batches:
         return self._data()[1]
 
     def _data(self) -> tuple[int, int]:
-        for given in self._inputs:
-            if given.batch_dim is not None:
-                size, rank = 1, 0
-                for axis, word in zip(self._mesh.axes, self._words[given.name], strict=True):
-                    if word.kind == "S" and word.dim == given.batch_dim:
-                        size, rank = size * axis.size, rank * axis.size + axis.place
-                return size, rank
-        return 1, 0
+        size, rank = 1, 0
+        for axis in self._data_axes:
+            size, rank = size * axis.size, rank * axis.size + axis.place
+        return size, rank
+
+    def _batch_axes(self, given: Input) -> tuple[Axis, ...]:
+        """The axes that cut an input's batch, outermost first."""
+        if given.batch_dim is None:
+            return ()
+        words = self._words[given.name]
+        return tuple(axis for axis, w in zip(self._mesh.axes, words, strict=True) if w.kind == "S" and w.dim == given.batch_dim)
 
     def shares(self, args: Sequence[Any], kwargs: Mapping[str, Any], local: bool) -> tuple[dict[str, Tensor], int]:
         """This rank's shares by name, and the global batch size.
@@ -56,9 +63,24 @@ class Batches:
             words = self._words[given.name]
             self._check(given, tensor, self._expected(given, batch, local), local)
             if local and given.batch_dim is not None:
-                words = tuple(word if word.dim != given.batch_dim else type(word)("R") for word in words)
+                if self._batch_axes(given) == self._data_axes:
+                    words = tuple(word if word.dim != given.batch_dim else type(word)("R") for word in words)
+                else:
+                    tensor = self._whole(tensor.to(self._mesh.device), given.batch_dim, batch * self._per_sample(given))
             shares[given.name] = take_share(tensor, words, self._mesh).contiguous().to(self._mesh.device, non_blocking=True)
         return shares, batch
+
+    def _per_sample(self, given: Input) -> int:
+        """Elements of an input's batch dim for each sample."""
+        assert given.batch_dim is not None
+        return given.shape[given.batch_dim] // self._planned
+
+    def _whole(self, share: Tensor, dim: int, size: int) -> Tensor:
+        """The global batch of an input that the program wants otherwise cut than the batch is handed out."""
+        for count in range(len(self._data_axes), 0, -1):
+            split = Split(size, *((axis, None) for axis in self._data_axes[:count]))
+            share = gather(share, self._data_axes[count - 1], dim, split)
+        return share
 
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         names = [given.name for given in self._inputs]
@@ -92,7 +114,7 @@ class Batches:
     def _allowed(self, given: Input, size: int, local: bool) -> int:
         """The batch for which ``given`` has ``size`` along its batch dim; an error where the program does not take it."""
         assert given.batch_dim is not None
-        per_sample = given.shape[given.batch_dim] // self._planned
+        per_sample = self._per_sample(given)
         planned = self._expected(given, self._planned, local)[given.batch_dim]
         if size == planned:
             return self._planned
@@ -119,7 +141,7 @@ class Batches:
         if given.batch_dim is not None:
             shape[given.batch_dim] = shape[given.batch_dim] * batch // self._planned
             if local:
-                split = split_of(self._words[given.name], given.batch_dim, shape[given.batch_dim], self._mesh)
+                split = Split(shape[given.batch_dim], *((axis, None) for axis in self._data_axes))
                 shape[given.batch_dim] = split.local
         return tuple(shape)
 
@@ -139,3 +161,7 @@ def scaled(shape: Sequence[int], batch_dim: int | None, batch: int, planned: int
 def replicated(words: Words) -> Words:
     """The layout in which every rank holds the whole."""
     return tuple(type(word)("R") for word in words)
+
+
+def _num_shares(axes: Sequence[Axis]) -> int:
+    return math.prod(axis.size for axis in axes)
