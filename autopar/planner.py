@@ -97,7 +97,7 @@ def plan_graph(
     if best is None or best.stage is None:
         raise _infeasible(candidates, search, cluster)
     with clock.phase("alternatives"):
-        rivals = search.rivals(cluster.num_devices)
+        rivals = search.rivals(cluster)
     stage = named_axes(best.stage, best.costed, best.assignment)
     result = SearchResult(
         best=replace(best, stage=stage),
@@ -232,20 +232,26 @@ class _Search:
             raise InputError(f"the solver failed: {assignment.message}")
         return assignment
 
-    def rivals(self, num_devices: int) -> dict[str, Candidate]:
-        """The plans that people would write by hand, priced under the same costs, whether they fit or not."""
-        if num_devices == 1:
+    def rivals(self, cluster: Cluster) -> dict[str, Candidate]:
+        """The plans that people would write by hand, priced under the same costs, whether they fit or not.
+
+        Tensor parallelism as Megatron-LM has it: inside the nodes, with data parallelism across them.
+        """
+        devices = cluster.num_devices
+        inside = {node.num_devices for node in cluster.nodes}
+        nodes = len(cluster.nodes) if len(inside) == 1 and len(cluster.nodes) < devices else 1
+        if devices == 1:
             return {}
-        forced: dict[str, tuple[Role, int | None]] = {
-            "data": ("data", 0),
-            "zero-3": ("data", 3),
-            "tensor": ("tensor", None),
+        by_hand: dict[str, tuple[tuple[int, ...], tuple[Role, ...], int | None]] = {
+            "data": ((devices,), ("data",), 0),
+            "zero-3": ((devices,), ("data",), 3),
+            "tensor": ((devices,), ("tensor",), None) if nodes == 1 else ((nodes, devices // nodes), ("data", "tensor"), 0),
         }
         found = {}
-        for name, (role, zero) in forced.items():
+        for name, (shape, roles, zero) in by_hand.items():
             options = replace(self.options, parallelism=Parallelism(zero=zero))
             search = _Search(self.prepared, self.cost_model, options, self.clock, self.say)
-            found[name] = search.unlimited((num_devices,), (role,), f"for comparison: {name}")
+            found[name] = search.unlimited(shape, roles, f"for comparison: {name}")
         return found
 
 

@@ -182,7 +182,7 @@ def test_a_model_that_is_too_large_names_the_memory_and_the_devices_that_would_d
     options = autopar.PlanOptions(memory_margin=0.0)
     with pytest.raises(InfeasibleError) as error:
         autopar.plan(large, cluster, batch(4, 4096), options=options)
-    wanted = r"needs ([\d.]+) GiB on each of 2 devices, which have ([\d.]+) GiB.*?; ([\d.]+) GiB on each device would do; (\d+) of"
+    wanted = r"needs ([\d.]+) GiB on each of 2 devices, which have ([\d.]+) GiB.*?; ([\d.]+) GiB on each.* do; (\d+) of"
     found = re.search(wanted, str(error.value))
     assert found and found[1] == found[3], str(error.value)
     needed, available, devices = float(found[1]), float(found[2]), int(found[4])
