@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,8 +97,3 @@ class PlanOptions:
         if fields.get("mesh_shape") is not None:
             fields["mesh_shape"] = tuple(fields["mesh_shape"])
         return PlanOptions(**fields)
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the options."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()

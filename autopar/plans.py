@@ -85,6 +85,11 @@ class Plan:
         document = {"graph": self.graph_fingerprint, "stages": [_stage_json(stage) for stage in self.stages]}
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def options_fingerprint(self) -> str:
+        """SHA-256 of the options."""
+        return hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()
+
     def report(self) -> dict[str, Any]:
         """The report as a JSON document; its schema is ``autopar.report.SCHEMA``."""
         return {**self.details, "timings": dict(self.timings)}
@@ -95,7 +100,11 @@ class Plan:
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
             "num_devices": self.num_devices,
-            "fingerprints": {"graph": self.graph_fingerprint, "cluster": self.cluster_fingerprint},
+            "fingerprints": {
+                "graph": self.graph_fingerprint,
+                "cluster": self.cluster_fingerprint,
+                "options": self.options_fingerprint,
+            },
             "options": self.options,
             "schedule": self.schedule,
             "num_micro_batches": self.num_micro_batches,

@@ -48,7 +48,7 @@ def details(plan: Plan, graph: OpGraph, cluster: Cluster, options: PlanOptions, 
         "fingerprints": {
             "graph": plan.graph_fingerprint,
             "cluster": plan.cluster_fingerprint,
-            "options": options.fingerprint,
+            "options": plan.options_fingerprint,
             "plan": plan.fingerprint,
         },
     }
