@@ -192,12 +192,12 @@ def test_choices_of_a_linear_layer() -> None:
 
 
 def test_no_device_is_left_empty() -> None:
-    """4 heads on 3 devices would be 2, 2 and none."""
-    operator, graph = _operator("aten.relu.default", Ref("x"), x=(4, 6), y=(4, 6))
+    """6 columns on 4 devices are 2, 2, 1 and 1; 3 rows cannot be cut in 4."""
+    operator, graph = _operator("aten.relu.default", Ref("x"), x=(3, 6), y=(3, 6))
     signature = signature_of(operator, graph)
     assert signature is not None
     letters = letter_cuts((operator,), {"op": signature}, ())["op"]
-    labels = [s.label for s in strategies([axis_choices(signature, letters, ([True], [True]), 3)], (3,))]
+    labels = [s.label for s in strategies([axis_choices(signature, letters, ([True], [True]), 4)], (4,))]
     assert "b1" in labels and "b0" not in labels
 
 
