@@ -7,6 +7,7 @@ failure on any rank is raised on every rank: nobody is left waiting.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -274,7 +275,14 @@ def _join_group(device: torch.device | str | None) -> torch.device | None:
         torch.cuda.set_device(chosen)
     # Plans travel over gloo also where tensors travel over NCCL, which would not wait for a long search.
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    atexit.register(_leave_group)
     return chosen
+
+
+def _leave_group() -> None:
+    """End the process group that we started, where the user's script has not."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _is_cpu(device: torch.device | None) -> bool:

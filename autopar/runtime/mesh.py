@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 
@@ -167,6 +168,9 @@ class Mesh:
             torch.cuda.set_device(self.device)
         names = tuple(axis.name for axis in self.axes) or ("all",)
         self._device_mesh = init_device_mesh(self.device.type, self.shape or (1,), mesh_dim_names=names)
+        # Gloo's threads end with their group, and one that still frees a tensor while the interpreter ends aborts the
+        # process. A DeviceMesh keeps its groups, also after destroy_process_group: let go of them before the end.
+        weakref.finalize(self._device_mesh, getattr(self._device_mesh, "_pg_registry", {}).clear)
         for axis in self.axes:
             group = self._device_mesh.get_group(axis.index)
             axis._group_name = group.group_name
