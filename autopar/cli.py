@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 CLUSTER_HELP = "a JSON file, local:4 (processes on this machine), or 8x8:H100-SXM (nodes x devices of a kind)"
+PLAN_HELP = (
+    "Find the best plan for training a model on a cluster and show its report. Nothing is run; no GPU is needed."
+)
+ZERO_HELP = "sharded on the data axis: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
 MODEL_HELP = "package.module:function or file.py:function, which returns (model, example_inputs[, loss_fn])"
 
 
@@ -34,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     try:
         code: int = parsed.command(parsed)
+        sys.stdout.flush()
         return code
+    except BrokenPipeError:  # whoever reads the output has seen enough, as with "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+        return 1
     except Exception as error:
         if not is_expected(error):
             raise
@@ -68,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_plan(commands: Commands) -> None:
-    plan = commands.add_parser("plan", help="find the best plan for a model on a cluster", description="Find the best plan.")
+    plan = commands.add_parser("plan", help="find the best plan for a model on a cluster", description=PLAN_HELP)
     plan.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     plan.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
     plan.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -77,7 +86,9 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _add_report(commands: Commands) -> None:
-    report = commands.add_parser("report", help="show the report of a plan", description="Show what a plan does and costs.")
+    report = commands.add_parser(
+        "report", help="show the report of a plan", description="Show what a plan does and costs."
+    )
     report.add_argument("plan", metavar="PLAN.json", nargs="?", help="a plan written by 'autopar plan --out'")
     report.add_argument("--json", action="store_true", help="print the report as JSON")
     report.add_argument("--schema", action="store_true", help="print the JSON Schema of reports instead")
@@ -107,14 +118,21 @@ def _add_verify(commands: Commands) -> None:
         "step, and the bytes sent.",
     )
     verify.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    verify.add_argument("plan", metavar="PLAN.json", nargs="?", help="the plan to verify; without it the model is planned")
+    verify.add_argument(
+        "plan", metavar="PLAN.json", nargs="?", help="the plan to verify; without it the model is planned"
+    )
     verify.add_argument("--processes", action="store_true", help="use real processes (gloo) instead of simulated ranks")
     _add_planning(verify, "local:4")
     verify.set_defaults(command=verify_command)
 
 
 def _add_demo(commands: Commands) -> None:
-    demo = commands.add_parser("demo", help="plan and train a small GPT-2 on this machine", description="See it work.")
+    demo = commands.add_parser(
+        "demo",
+        help="plan and train a small GPT-2 on this machine",
+        description="Plan a small GPT-2 for processes on this machine, train it, and compare the loss of every step with the "
+        "same training in one process. Needs transformers.",
+    )
     demo.add_argument("--devices", type=_positive, default=4, metavar="N", help="processes (default 4)")
     demo.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to train (default 20)")
     demo.set_defaults(command=demo_command)
@@ -126,24 +144,27 @@ def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
     forced = command.add_argument_group("forced choices (what is left out is searched)")
     forced.add_argument("--data", type=_positive, metavar="N", help="devices that share the batch")
     forced.add_argument("--tensor", type=_positive, metavar="N", help="devices that share the operators")
-    forced.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="how parameters rest on the data axis")
+    forced.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=ZERO_HELP)
     forced.add_argument("--mesh-shape", metavar="4x2", help="the mesh, instead of every factorisation")
     options = command.add_argument_group("options")
     options.add_argument(
-        "--max-mesh-axes", type=_positive, default=2, metavar="N", help="of the meshes searched (default 2)"
+        "--max-mesh-axes", type=_positive, default=2, metavar="N", help="most axes of a searched mesh (default 2)"
     )
     options.add_argument(
-        "--memory-margin", type=float, default=0.05, metavar="SHARE", help="memory kept free (default 0.05)"
+        "--memory-margin",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="share of the memory kept free (default 0.05)",
     )
     options.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose states count (default adamw)")
-    options.add_argument("--time-limit", type=float, metavar="SECONDS", help="cut the search off")
+    options.add_argument("--time-limit", type=float, metavar="SECONDS", help="end the search with the best found")
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a whole number of at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _options(parsed: argparse.Namespace) -> PlanOptions:

@@ -138,7 +138,8 @@ class Cluster:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ClusterError(f"cannot read the cluster file {os.fspath(path)!r}: {error}; check the path") from error
+            reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+            raise ClusterError(f"cannot read the cluster file {os.fspath(path)!r}: {reason}; check the path") from error
         try:
             return cls.from_json(text)
         except ClusterError as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.codegen.axis_aware import AXIS_AWARE
 from autopar.codegen.called import Called, atom, joined
+from autopar.codegen.in_order import values_in_order
 from autopar.codegen.scope import Scope
 from autopar.codegen.sized import SIZED, short
 from autopar.codegen.spellings import INFIX, PREFIX, PROPERTIES, SAME, Spelling, spellings
@@ -176,6 +177,12 @@ def _copy(called: Called) -> str:
     return text if source == target else f"{text}.to(torch.{target})"
 
 
+def _view_as_complex(called: Called) -> str:
+    """The last dim must lie in one piece."""
+    ordered = called.operator.inputs[0] in values_in_order(called.graph)
+    return joined("torch.view_as_complex", [called.names[0] if ordered else f"{called.receiver}.contiguous()"])
+
+
 _SPECIAL: dict[str, Callable[[Called], str]] = {
     "aten.rsub.Tensor": _reverse_minus,
     "aten.rsub.Scalar": _reverse_minus,
@@ -189,4 +196,5 @@ _SPECIAL: dict[str, Callable[[Called], str]] = {
     "aten.fill.Scalar": _fill,
     "aten.fill.Tensor": _fill,
     "aten.copy.default": _copy,
+    "aten.view_as_complex.default": _view_as_complex,
 }

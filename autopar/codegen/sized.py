@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.codegen.called import Called, joined
+from autopar.codegen.in_order import values_in_order
 from autopar.codegen.local_sizes import even_size, part_cuts, ratio_text, size_text
 from autopar.graph import BatchLiteral
 from autopar.strategies.pieces import slice_start
@@ -38,9 +39,9 @@ def view_sizes(call: Called, literals: Sequence[Any], dims: Sequence[int]) -> li
 
 
 def _view(call: Called) -> str:
-    name = "reshape" if call.kind == "reshape" else "view"
-    position = 1
-    sizes = call.given(position, "size" if name == "view" else "shape")
+    sizes = call.given(1, "shape" if call.kind == "reshape" else "size")
+    ordered = call.operator.inputs[0] in values_in_order(call.graph)
+    name = "view" if ordered and call.kind != "reshape" else "reshape"
     return joined(f"{call.receiver}.{name}", view_sizes(call, sizes, range(len(sizes))))
 
 

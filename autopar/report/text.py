@@ -74,10 +74,10 @@ def _blocks(report: Report) -> Iterable[str]:
             yield f"  {block['group']}: {block['num_blocks']} blocks, {alike}"
     heavy = [operator for operator in report["operators"] if operator["kind"] in ("matmul", "attention")]
     calls = Counter((operator["module"], operator["target"]) for operator in heavy)
-    rows = []
+    rows, axes = [], report["mesh"]["names"]
     for operator in heavy:
         times = f"{operator['occurrences']} x" if operator["occurrences"] > 1 else ""
-        splits = ", ".join(f"{axis}: {words}" for axis, words in operator["splits"].items())
+        splits = ", ".join(f"{axis}: {operator['splits'][axis]}" for axis in axes if axis in operator["splits"])
         line = operator["source"] if calls[operator["module"], operator["target"]] > 1 else ""
         rows.append((times, operator["module"], operator["target"].split(".")[1], splits, line.rpartition("/")[2]))
     yield from _shortened(rows, "operators")
@@ -160,7 +160,7 @@ def _search(report: Report) -> Iterable[str]:
     meshes = f"{solver['num_meshes']} mesh{'es' if solver['num_meshes'] > 1 else ''}"
     yield f"search  {meshes}, {solver['status']}: {certificate}, under these costs"
     alternatives = report["alternatives"]
-    rows = [(name, *_compared(other)) for name, other in alternatives["by_hand"].items()]
+    rows = [(name, *_compared(other)) for name, other in sorted(alternatives["by_hand"].items())]
     rows += [
         (f"best of {' x '.join(map(str, other['mesh_shape']))}", *_compared(other))
         for other in alternatives["other_meshes"]

@@ -123,6 +123,10 @@ class Engine:
             loss = outputs.get("loss")
             if loss is None or loss.dim() != 0:
                 raise ProgramError(f"the program returns no scalar 'loss' to train on, only {', '.join(outputs)}")
+            if not loss.requires_grad:
+                raise ProgramError(
+                    "the loss depends on no trainable parameter, so there is no step to make; forward() gives its value"
+                )
             loss.backward()
             self._reducer.finish()
         except BaseException:

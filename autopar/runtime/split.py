@@ -244,7 +244,11 @@ def stack_pieces(x: Tensor, dim: int, pieces: Pieces) -> Tensor:
 
 
 def join_pieces(stacked: Tensor, dim: int, pieces: Pieces) -> Tensor:
-    """The inverse of :func:`stack_pieces`; ``dim`` counts without the first dim of ``stacked``."""
+    """The inverse of :func:`stack_pieces`, contiguous; ``dim`` counts without the first dim of ``stacked``."""
+    return _joined(stacked, dim, pieces).contiguous()  # cat keeps a channels-last order, also one that only sizes of 1 make
+
+
+def _joined(stacked: Tensor, dim: int, pieces: Pieces) -> Tensor:
     if pieces.segments:
         before, after = stacked.shape[1 : dim + 1], stacked.shape[dim + 2 :]
         cut = stacked.reshape(pieces.parts, *before, pieces.segments, pieces.largest // pieces.segments, *after)

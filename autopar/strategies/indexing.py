@@ -20,11 +20,11 @@ from autopar.strategies.signatures import (
 def _embedding(operator: Operator, graph: OpGraph) -> Signature:
     """weight (v k), ids (b..) -> (b.. k). With a split vocabulary, each device looks up its own rows, a partial result.
 
-    Gradients scaled by frequency need all ids.
+    Gradients scaled by frequency need all ids, and each id its own row.
     """
     count = len(shape(graph, operator.inputs[1]))
     by_frequency = bool(operator.argument(3, "scale_grad_by_freq", False))
-    whole = [f"b{index}" for index in range(count)] if by_frequency else []
+    whole = ["v", *(f"b{index}" for index in range(count))] if by_frequency else []
     return written(operator, graph, "v k, b.. -> b.. k", whole=whole, linear=((0,),), saves=(1,))
 
 

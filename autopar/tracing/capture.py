@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.tracing.examples import Example, named_leaves
+from autopar.tracing.own_gradients import no_own_gradients
 from autopar.tracing.source import line_of_error, without_wrapper
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -90,10 +91,11 @@ class _Wrapped(nn.Module):
         _, outcome.structure = pytree.tree_flatten(output)
         outcome.paths = tuple(path for path, leaf in found if isinstance(leaf, torch.Tensor))
         outcome.leaves = tuple(... if isinstance(leaf, torch.Tensor) else leaf for _, leaf in found)
-        loss = _find_loss(output, returned) if self._loss_fn is None else self._call_loss(output, given)
-        if loss is not None:
+        loss = _find_loss(output, returned) if self._loss_fn is None else self._loss_fn(output, given)
+        if loss is not None or self._loss_fn is not None:
+            who = "loss_fn(outputs, inputs)" if self._loss_fn else f"{type(self.model).__name__}, for its loss,"
             outcome.loss_index = len(returned)
-            returned.append(loss)
+            returned.append(_checked_loss(loss, who))
         if not returned:
             raise TraceError(
                 f"{type(self.model).__name__} returns {type(output).__name__} without a tensor that autopar can find: "
@@ -101,13 +103,14 @@ class _Wrapped(nn.Module):
             )
         return tuple(returned)
 
-    def _call_loss(self, output: Any, given: Any) -> torch.Tensor:
-        assert self._loss_fn is not None
-        loss = self._loss_fn(output, given)
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise InputError(f"loss_fn(outputs, inputs) must return a scalar tensor, it returned {shape}")
+
+def _checked_loss(loss: Any, who: str) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss
+    found = f"{list(loss.shape)} in {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise InputError(
+        f"{who} must return a scalar tensor, it returned {found}; a loss is one floating-point number: take a mean or sum"
+    )
 
 
 def _find_loss(output: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -134,6 +137,7 @@ def capture(
     device = _trace_device(model)
     with ExitStack() as stack:
         stack.enter_context(_quiet_config(model))
+        stack.enter_context(no_own_gradients(model))
         model, rename = stack.enter_context(_cut(model, cuts))
         states = stack.enter_context(_stand_ins(model, fake_mode, device, rename))
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -237,8 +241,9 @@ def _stand_ins(
 
 
 def _stand_in(tensor: torch.Tensor, fake_mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """Without data; contiguous, as the program's own tensor is."""
     with fake_mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake

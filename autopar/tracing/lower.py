@@ -43,6 +43,7 @@ from autopar.tracing.targets import (
     DROPOUTS,
     SAME_TENSOR,
     SHAPED_BY_VALUES,
+    SHAPED_LIKE,
     argument_of,
     functional_form,
     is_idle_dropout,
@@ -206,6 +207,8 @@ class _Lowering:
         same = self._identity(node, name, env)
         if same is not None:
             return same
+        if name == "broadcast_tensors":
+            return self._broadcast(node, env)
         if name == "batch_norm" and argument_of(node, target, "training") and argument_of(node, target, "running_mean"):
             return self._batch_norm(node, target, env)
         if name == "instance_norm" and argument_of(node, target, "running_mean") is not None:
@@ -257,16 +260,28 @@ class _Lowering:
     # -- operators -----------------------------------------------------------------------------------------------
 
     def _plain(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Any:
-        args, kwargs = self._arguments(node, env)
+        name, args, kwargs = self._spelled(node, target, env)
         result = node.meta.get("val")
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-        ids = self._record(str(target), args, kwargs, outputs, isinstance(result, (tuple, list)))
-        places = [self._place(node, env, args, kwargs, index, ids[index], fake) for index, fake in enumerate(outputs)]
+        ids = self._record(name, args, kwargs, outputs, isinstance(result, (tuple, list)))
+        views = (View(name, args[1:], kwargs, index) for index in range(len(outputs)))
+        places = [
+            self._place(node, env, view, value, fake) for view, value, fake in zip(views, ids, outputs, strict=True)
+        ]
         return tuple(places) if isinstance(result, (tuple, list)) else places[0]
 
-    def _place(
-        self, node: torch.fx.Node, env: _Env, args: Any, kwargs: Any, index: int, value: str, fake: Any
-    ) -> Place | None:
+    def _spelled(
+        self, node: torch.fx.Node, target: OpOverload, env: _Env
+    ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """An operator's name and arguments. A tensor that only lends its shape is none of them, the shape is: no gradient
+        reaches that tensor, and its layout does not matter."""
+        args, kwargs = self._arguments(node, env)
+        with_shape = SHAPED_LIKE.get(str(target))
+        if with_shape is None:
+            return str(target), args, kwargs
+        return with_shape, (args[0], tuple(node.meta["val"].shape)), {}
+
+    def _place(self, node: torch.fx.Node, env: _Env, view: View, value: str, fake: Any) -> Place | None:
         if not isinstance(fake, torch.Tensor):
             return None
         memory = _memory(fake)
@@ -274,11 +289,19 @@ class _Lowering:
             source = env.get(item)
             if isinstance(source, Place) and source.root.memory == memory:
                 first = position == 0 and node.args and node.args[0] is item
-                view = View(str(node.target), args[1:], kwargs, index) if first else View("autopar.opaque", (), {})
                 base = self.lowered.values[source.value]
                 self.lowered.values[value] = replace(self.lowered.values[value], storage=base.storage)
-                return Place(value, memory, source, view)
+                return Place(value, memory, source, view if first else View("autopar.opaque", (), {}))
         return Place(value, memory)
+
+    def _broadcast(self, node: torch.fx.Node, env: _Env) -> tuple[Place, ...]:
+        """Each tensor widened on its own, so that it has the gradient of its own result only."""
+        places = []
+        for item, fake in zip(pytree.tree_leaves(node.args[0]), node.meta["val"], strict=True):
+            shape = tuple(fake.shape)
+            value = self.emit("aten.expand.default", (Ref(self._resolve(env[item])), shape), {})[0]
+            places.append(Place(value, _memory(fake), env[item], View("aten.expand.default", (shape,), {})))
+        return tuple(places)
 
     def _batch_norm(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Place:
         """Training batch norm, whose two further outputs are the new running mean and variance."""

@@ -40,6 +40,12 @@ def line_of_error(trace: TracebackType | None) -> str | None:
     return None
 
 
+def line_of_stack() -> str:
+    """The innermost line of the user's code that is being executed."""
+    frames = (frame for frame in reversed(traceback.extract_stack()) if is_user_file(frame.filename))
+    return next((short_source(frame.filename, frame.lineno or 0) for frame in frames), "some point")
+
+
 @lru_cache(maxsize=4096)
 def line_of_trace(stack_trace: str) -> str:
     """The innermost line of the user's code in the text of a stack trace, else its innermost line, else nothing."""

@@ -17,6 +17,11 @@ ASSERTIONS = frozenset(
 SHAPED_BY_VALUES = frozenset("_local_scalar_dense item nonzero masked_select unique_consecutive _unique2".split())
 SAME_TENSOR = frozenset(("alias", "lift_fresh"))
 CONVERSIONS = frozenset(("to", "_to_copy", "type_as"))
+SHAPED_LIKE = {
+    "aten.expand_as.default": "aten.expand.default",
+    "aten.view_as.default": "aten.view.default",
+    "aten.reshape_as.default": "aten.reshape.default",
+}
 DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"))
 CHANGE_SHAPE_IN_PLACE = frozenset(
     "squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_ rename_".split()

@@ -6,6 +6,8 @@ Structure, names and literals of the graph stay, so that a plan of the graph is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from autopar.graph import OpGraph, TorchName
 
 _WIDER = {"float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128"}
 _WIDER_TYPES = {getattr(torch, name): getattr(torch, wide) for name, wide in _WIDER.items()}
+_LITERALS = (torch.tensor, torch.as_tensor)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
@@ -40,13 +43,36 @@ def in_double(graph: OpGraph) -> OpGraph:
 
 
 class InDouble(TorchFunctionMode):
-    """While active, whatever asks for a lower floating-point type gets float64."""
+    """While active, whatever asks for a lower floating-point type gets float64.
+
+    Numbers written in the code are rounded first, as they are in the traced graph: to the type asked for, or to
+    ``default``, torch's default type while the model was traced.
+    """
+
+    def __init__(self, default: torch.dtype) -> None:
+        super().__init__()
+        self._default = default
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LITERALS and not isinstance(args[0] if args else None, Tensor):
+            with default_dtype(self._default):
+                made = func(*args, **(kwargs or {}))
+            return made.to(wide_type(made.dtype))
         if func in _CASTS:
             return args[0].double()
         args = tuple(wide_type(item) for item in args)
         return func(*args, **{name: wide_type(item) for name, item in (kwargs or {}).items()})
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """While active, tensors made without a type are of ``dtype``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def wide_type(item: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from autopar.errors import AutoparError
 from autopar.verifier.trial import PieceOf, TrialResult
 
 PARAMETER_TOLERANCE = 1e-8  # an optimizer's step divides by the root of a square: half the digits
+SHARE_OF_GRADIENT = 1e-2  # AdamW's epsilon in a verification, of the model's largest gradient
 
 
 class VerificationError(AutoparError):
@@ -73,13 +74,19 @@ class Verification:
 @dataclass(frozen=True)
 class Expected:
     """What the plain model computes: loss, outputs by path, and by name gradients (absent ones as zeros), parameters
-    and buffers after a step of AdamW."""
+    and buffers after a step of AdamW with this epsilon."""
 
     loss: Tensor
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    epsilon: float = 1e-8
+
+
+def adamw_epsilon(gradients: Iterable[Tensor]) -> float:
+    """So large that a gradient of zero, of which rounding leaves something, moves its parameter by next to nothing."""
+    return max(1e-8, SHARE_OF_GRADIENT * max(map(_size, gradients), default=0.0))
 
 
 def measures(
@@ -123,10 +130,14 @@ def _worst(kind: str, errors: Mapping[str, float], tolerance: float) -> Measure:
 
 def _size(tensor: Tensor) -> float:
     """The largest finite magnitude in a tensor."""
-    if not tensor.numel() or not tensor.is_floating_point():
+    if not tensor.numel() or not _is_real_or_complex(tensor):
         return 1.0
     finite = tensor[torch.isfinite(tensor)]
     return float(finite.abs().max()) if finite.numel() else 1.0
+
+
+def _is_real_or_complex(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _error(found: Tensor, whole: Tensor, scale: float | Tensor) -> float:
@@ -135,7 +146,7 @@ def _error(found: Tensor, whole: Tensor, scale: float | Tensor) -> float:
         return float("inf")
     if not whole.numel():
         return 0.0
-    if not whole.is_floating_point():
+    if not _is_real_or_complex(whole):
         return 0.0 if bool((found == whole).all()) else float("inf")
     same = (found == whole) | (found.isnan() & whole.isnan())
     difference = torch.where(same, 0.0, (found.to(whole.dtype) - whole).abs())

@@ -27,12 +27,14 @@ PieceOf = tuple[tuple[int, ...], Tensor]  # where it starts in the whole tensor,
 
 @dataclass(frozen=True)
 class Trial:
-    """A program's text, the whole state by name, the global batch by the program's input names."""
+    """A program's text, the whole state by name, the global batch by the program's input names, and of AdamW the learning
+    rate and the epsilon."""
 
     source: str
     state: dict[str, Tensor]
     inputs: dict[str, Tensor]
     learning_rate: float
+    epsilon: float
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,17 @@ def run_rank(trial: Trial) -> TrialResult:
     engine = Engine(load_program(trial.source))
     engine.load(trial.state.__getitem__)
     inputs: dict[str, Any] = dict(trial.inputs)
-    outputs = {name: value.clone() for name, value in engine.forward(**inputs).items()}
+    outputs = {name: value.detach().clone() for name, value in engine.forward(**inputs).items()}
     engine.load(trial.state.__getitem__)  # the forward pass has moved the statistics of batch norms
     engine.set_ledger(True)
-    loss = engine.step(**inputs)
+    loss_before = engine.step(**inputs).clone()  # the loss may be a parameter, which the optimizer's step changes
     sent = engine.ledger.totals() if engine.ledger is not None else {}
     engine.set_ledger(False)
     gradients = {name: _gradient_pieces(slot) for name, slot in engine.slots.items()}
-    torch.optim.AdamW(engine.parameters(), lr=trial.learning_rate).step()
+    torch.optim.AdamW(engine.parameters(), lr=trial.learning_rate, eps=trial.epsilon).step()
     return TrialResult(
         outputs=outputs,
-        loss=loss,
+        loss=loss_before,
         gradients=gradients,
         parameters={name: _pieces(slot, None) for name, slot in engine.slots.items()},
         buffers={name: value.clone() for name, value in engine.named_buffers()},
@@ -135,6 +137,7 @@ def main(folder_name: str, rank: str, num_ranks: str) -> None:
     """A process of :func:`run_in_processes`."""
     folder = Path(folder_name)
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=int(rank), world_size=int(num_ranks))
     result = run_rank(Trial(**torch.load(folder / "trial", weights_only=True, mmap=True)))
     torch.save(result.__dict__, folder / f"result{rank}")

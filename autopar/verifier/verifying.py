@@ -25,8 +25,8 @@ from autopar.plans import Plan, check_fingerprint
 from autopar.randomness import random_operators
 from autopar.tracing import Traced, trace
 from autopar.tracing.examples import named_leaves
-from autopar.verifier.double import InDouble, in_double, wide_type
-from autopar.verifier.outcome import Expected, Verification, differences, measures
+from autopar.verifier.double import InDouble, default_dtype, in_double, wide_type
+from autopar.verifier.outcome import Expected, Verification, adamw_epsilon, differences, measures
 from autopar.verifier.trial import Trial, run_in_processes, run_in_threads
 
 
@@ -39,6 +39,7 @@ def verify(
     batch_dims: Mapping[str, int | None] | None = None,
     processes: bool = False,
     learning_rate: float = 1e-3,
+    epsilon: float | None = None,
     tolerance: float = 1e-10,
     count_collectives: bool = False,
     seed: int = 0,
@@ -54,7 +55,8 @@ def verify(
 
     Errors are relative: to the largest gradient of the model, to the loss, to the largest value of an output or
     buffer (all within ``tolerance``), and for a parameter after a step of AdamW to the larger of itself and
-    ``learning_rate`` (within 1e-8).
+    ``learning_rate`` (within 1e-8). ``epsilon`` is AdamW's; by default 1% of the model's largest gradient, so that
+    what rounding leaves of a gradient of exactly zero (a bias before a batch norm) does not become a whole step.
 
     Raises InputError for a model with random operators or without a loss, PlanFileError for a plan of another model,
     and what the program itself raises. Inequality is no error: see :meth:`Verification.require`.
@@ -65,17 +67,22 @@ def verify(
     graph = in_double(traced.graph)
     plan = replace(plan, graph_fingerprint=graph.fingerprint)
     real = materialized(model, seed) if any(t.is_meta for t in (*model.parameters(), *model.buffers())) else model
-    plain = copy.deepcopy(real).to("cpu").double()
+    plain = copy.deepcopy(real).to("cpu")._apply(lambda tensor: tensor.to(wide_type(tensor.dtype)))
     inputs = [_input(leaf.value) for leaf in traced.example.tensors]
-    trial = Trial(
-        source=generate(plan, graph),
-        state={name: _state(plain, name) for name in _state_names(graph)},
-        inputs=dict(zip(input_names(graph), _used(traced, inputs), strict=True)),
-        learning_rate=learning_rate,
-    )
+    state = {name: _state(plain, name) for name in _state_names(graph)}
+    source = generate(plan, graph)
     run = run_in_processes if processes else run_in_threads
-    results = run(trial, plan.num_devices, timeout_seconds)
-    expected = _run_plain(plain, traced, inputs, loss_fn, learning_rate)
+    mode = InDouble(torch.get_default_dtype())
+    with default_dtype(torch.float64):
+        expected = _run_plain(plain, traced, inputs, loss_fn, (learning_rate, epsilon), mode)
+        trial = Trial(
+            source=source,
+            state=state,
+            inputs=dict(zip(input_names(graph), _used(traced, inputs), strict=True)),
+            learning_rate=learning_rate,
+            epsilon=expected.epsilon,
+        )
+        results = run(trial, plan.num_devices, timeout_seconds)
     return Verification(
         model=graph.model,
         mesh=str(plan.stages[0].mesh),
@@ -99,6 +106,11 @@ def _check(traced: Traced, plan: Plan) -> None:
     for leaf in traced.example.tensors:
         if leaf.value.is_meta:
             raise InputError(f"input {leaf.path} is on the meta device: verify() needs example inputs with values")
+    if not graph.values[graph.loss].requires_grad:
+        raise InputError(
+            f"the loss of {graph.model} depends on no trainable parameter: there is no gradient to verify; check "
+            "requires_grad of the parameters, and that the loss is not detached"
+        )
 
 
 def _input(tensor: Tensor) -> Tensor:
@@ -129,30 +141,42 @@ def _run_plain(
     traced: Traced,
     inputs: list[Tensor],
     loss_fn: Callable[[Any, Any], Tensor] | None,
-    learning_rate: float,
+    step: tuple[float, float | None],
+    mode: InDouble,
 ) -> Expected:
-    """Forward, backward and a step of AdamW in one process; changes ``model``."""
+    """Forward, backward and a step of AdamW (learning rate, epsilon) in one process; changes ``model``."""
     graph, example = traced.graph, traced.example
     given = example.rebuild([tensor.clone() for tensor in inputs])
     args, kwargs = example.call(given)
     model.zero_grad()
-    with torch.enable_grad(), InDouble():
-        output = model(*args, **kwargs)
-        leaves = dict(named_leaves(output))
-        loss = leaves[_loss_path(graph)] if loss_fn is None else loss_fn(output, given)
-        loss.backward()
+    try:
+        with torch.enable_grad(), mode:
+            output = model(*args, **kwargs)
+            leaves = dict(named_leaves(output))
+            loss = leaves[_loss_path(graph)] if loss_fn is None else loss_fn(output, given)
+            loss.backward()
+    except Exception as error:
+        raise InputError(
+            f"{graph.model} itself, without autopar, fails in float64 on these inputs: {type(error).__name__}: {error}; "
+            "check their values, and that the model trains on one device"
+        ) from error
+    loss_before = loss.detach().clone()  # a result may be a parameter, which the optimizer's step changes
+    outputs = {entry.path: leaves[entry.path].detach().clone() for entry in graph.outputs}
     parameters = {entry.name: model.get_parameter(entry.name) for entry in graph.parameters}
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in parameters.items()
     }
-    torch.optim.AdamW(model.parameters(), lr=learning_rate).step()
+    learning_rate, epsilon = step
+    epsilon = adamw_epsilon(gradients.values()) if epsilon is None else epsilon
+    torch.optim.AdamW(model.parameters(), lr=learning_rate, eps=epsilon).step()
     return Expected(
-        loss=loss.detach(),
-        outputs={entry.path: leaves[entry.path].detach() for entry in graph.outputs},
+        loss=loss_before,
+        outputs=outputs,
         gradients=gradients,
         parameters={name: parameter.detach() for name, parameter in parameters.items()},
         buffers={entry.name: _state(model, entry.name) for entry in graph.buffers},
+        epsilon=epsilon,
     )
 
 

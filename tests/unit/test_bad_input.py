@@ -174,6 +174,20 @@ def test_a_forward_that_depends_on_data_names_the_line() -> None:
         autopar.plan(Branching(), LOCAL, batch())
 
 
+def test_a_loss_that_is_no_number() -> None:
+    class Rows(Small):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"loss": self.layer(x).square().mean(-1)}
+
+    with raises(InputError, "Rows, for its loss", "[4] in torch.float32", "take a mean or sum"):
+        autopar.plan(Rows(), LOCAL, batch())
+
+
+def test_a_step_without_anything_to_train() -> None:
+    with raises(ProgramError, "no trainable parameter", "forward()"):
+        autopar.parallelize(Small().requires_grad_(False), Cluster.local(1), batch()).step(**batch())
+
+
 def test_a_model_that_is_too_large_names_the_memory_and_the_devices_that_would_do() -> None:
     with torch.device("meta"):
         large = Small(4096)  # 64 MiB of parameters, 256 MiB with gradients and states of Adam

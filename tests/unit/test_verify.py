@@ -143,6 +143,52 @@ def test_lower_types_are_verified_in_double() -> None:
     verify(model, plan, inputs, count_collectives=True).require()
 
 
+class Untyped(nn.Module):
+    """Makes tensors without saying their type, has a complex parameter, returns a parameter, and has a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.norm(torch.eye(8) @ self.layer(x).t() @ torch.ones(x.shape[0], 8) + x[:8])
+        turned = (h.to(torch.complex64) @ self.turn).abs() * torch.tensor(0.3)
+        return {"loss": turned.square().mean(), "turn": self.turn, "bias": self.layer.bias}
+
+
+def test_types_left_to_torch_complex_parameters_and_parameters_as_outputs() -> None:
+    torch.manual_seed(0)
+    model, inputs = Untyped(), {"x": torch.randn(8, 8)}
+    options = PlanOptions(parallelism=Parallelism(data=2, zero=1))
+    plan = plan_graph(trace(model, inputs).graph, Cluster.local(2), options)
+    verify(model, plan, inputs, count_collectives=True).require()
+    verify(model, plan, inputs, processes=True).require()
+
+
+def test_a_gradient_of_zero_does_not_decide_the_step() -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 16), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)  # the norm takes biases away
+    model, inputs = nn.Sequential(*layers), (torch.randn(32, 8),)
+
+    def loss_fn(outputs: Tensor, given: Any) -> Tensor:
+        return 1e3 * outputs.exp().mean()
+
+    plan = plan_graph(trace(model, inputs, loss_fn=loss_fn).graph, Cluster.local(3), PlanOptions())
+    verify(model, plan, inputs, loss_fn=loss_fn).require()
+
+
+def test_a_loss_without_gradient_and_a_model_that_fails_by_itself() -> None:
+    model, inputs = nn.Linear(8, 8).requires_grad_(False), (torch.randn(4, 8),)
+    plan = plan_graph(trace(model, inputs, loss_fn=lambda outputs, given: outputs.mean()).graph, Cluster.local(2))
+    with pytest.raises(InputError, match="loss of Linear depends on no trainable parameter"):
+        verify(model, plan, inputs, loss_fn=lambda outputs, given: outputs.mean())
+    table, ids = nn.Embedding(4, 8), (torch.tensor([1, 2, 9, 3]),)
+    plan = plan_graph(trace(table, ids, loss_fn=lambda outputs, given: outputs.mean()).graph, Cluster.local(2))
+    with pytest.raises(InputError, match=r"Embedding itself, without autopar, fails .* IndexError"):
+        verify(table, plan, ids, loss_fn=lambda outputs, given: outputs.mean())
+
+
 def test_meta_models_get_random_values() -> None:
     real, plan, inputs = planned("gpt2", 2, data=2)
     with torch.device("meta"):
