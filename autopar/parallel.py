@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,9 +75,6 @@ def parallelize(
         )
     own_device = _join_group(device)
     ranks = _Ranks()
-    if ranks.size > 1:
-        atexit.unregister(_let_gloo_finish)  # once is enough
-        atexit.register(_let_gloo_finish)
     traced = ranks.together(lambda: trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn))
     ranks.same(traced.graph.fingerprint, "traced another model, or example inputs of other shapes")
     chosen = ranks.from_first(
@@ -291,12 +287,6 @@ def _leave_group() -> None:
     """End the process group that we started, where the user's script has not."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _let_gloo_finish() -> None:
-    """A gloo thread lets go of a collective's tensors after the collective is over, and needs the interpreter's lock
-    for it: one that comes to it when the interpreter ends aborts the process. So it gets the lock now."""
-    time.sleep(0.1)
 
 
 def _is_cpu(device: torch.device | None) -> bool:

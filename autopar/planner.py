@@ -59,10 +59,17 @@ def plan(
     """
     from autopar.tracing import trace  # torch is loaded only where a model is traced
 
+    if not isinstance(cluster, Cluster):
+        raise InputError(
+            f"cluster= is a {type(cluster).__name__}: give an autopar.Cluster (Cluster.load, .homogeneous, .local), and "
+            "the batch as example_inputs="
+        )
+    chosen = merged_options(options, parallelism)
+    list(meshes(cluster.num_devices, chosen))  # contradictions are found before the model is traced
     start = time.perf_counter()
     graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn).graph
     seconds = time.perf_counter() - start
-    return plan_graph(graph, cluster, merged_options(options, parallelism), progress=progress, tracing_seconds=seconds)
+    return plan_graph(graph, cluster, chosen, progress=progress, tracing_seconds=seconds)
 
 
 def merged_options(options: PlanOptions | None, parallelism: Parallelism | None) -> PlanOptions:
@@ -123,7 +130,8 @@ def meshes(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, 
     if options.mesh_shape is not None:
         if math.prod(options.mesh_shape) != num_devices:
             raise InputError(
-                f"mesh_shape={options.mesh_shape} has {math.prod(options.mesh_shape)} devices, the cluster {num_devices}"
+                f"mesh_shape={options.mesh_shape} has {math.prod(options.mesh_shape)} devices, the cluster {num_devices}; "
+                "give a shape of as many devices as the cluster has, or leave it out"
             )
         shapes = [options.mesh_shape]
     else:
@@ -214,7 +222,7 @@ class _Search:
             found[index] = fitted
         return found
 
-    def unlimited(self, shape: tuple[int, ...], roles: tuple[Role, ...], what: str = "mesh") -> Candidate:
+    def unlimited(self, shape: tuple[int, ...], roles: tuple[Role, ...], what: str = "searching mesh") -> Candidate:
         """The best plan on one mesh whether it fits or not. ``what`` is said of the progress."""
         self.say(f"{what} {_by(shape)}")
         names = tuple(f"axis{index}" for index in range(len(shape)))

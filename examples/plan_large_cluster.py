@@ -13,7 +13,7 @@ import autopar
 from autopar.report import text
 
 CLUSTER = Path(__file__).parent / "clusters" / "8-nodes-8xH100.json"
-BATCH, SEQUENCE = 32, 2048
+BATCH, SEQUENCE = 64, 1024
 
 
 def model(layers: int = 80):

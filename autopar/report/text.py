@@ -173,7 +173,8 @@ def _compared(other: Mapping[str, Any]) -> tuple[str, str, str]:
     if other["fits"]:
         fits = f"fits in {bytes_text(other['peak_bytes'])}"
     elif other["missing_bytes"]:
-        fits = f"does not fit: {bytes_text(other['missing_bytes'])} too much"
+        slower = "" if (other["ratio"] or 2) >= 1 else "; what fits there is slower"
+        fits = f"does not fit: {bytes_text(other['missing_bytes'])} too much{slower}"
     else:
         fits = f"no plan ({other['status']})"
     return seconds_text(other["seconds"]), ratio, fits

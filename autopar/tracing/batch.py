@@ -16,7 +16,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.graph import BatchLiteral, BlockGroup, Operator, Ref
-from autopar.tracing.lower import Lowered
+from autopar.tracing.lowered import Lowered
 
 MIN_BLOCKS_TO_CUT = 4
 KEPT_BLOCKS = 2

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.graph import Block, BlockGroup, Operator, Ref, Value
-from autopar.tracing.lower import Lowered
+from autopar.tracing.lowered import Lowered
 
 
 @dataclass(frozen=True)

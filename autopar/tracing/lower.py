@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +34,7 @@ from autopar.graph import (
     refs,
 )
 from autopar.tracing.capture import Capture
+from autopar.tracing.lowered import Lowered, drop_dead
 from autopar.tracing.places import Place, View, read, write
 from autopar.tracing.source import line_of_trace, read_module_stack
 from autopar.tracing.targets import (
@@ -53,26 +54,6 @@ from autopar.tracing.targets import (
 _Env = dict[torch.fx.Node, Any]
 
 MAX_CONSTANT_NUMBERS = 4096
-
-
-@dataclass
-class Lowered:
-    """The traced program as values of ``autopar.graph``, before batch literals and blocks are known.
-
-    ``inputs`` are (value, path); ``nests`` has the numbered module paths around each operator, from the outside in;
-    ``tensors`` the data of the constants.
-    """
-
-    values: dict[str, Value] = field(default_factory=dict)
-    inputs: list[tuple[str, str]] = field(default_factory=list)
-    parameters: list[Parameter] = field(default_factory=list)
-    buffers: list[Buffer] = field(default_factory=list)
-    constants: list[Constant] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
-    loss: str | None = None
-    nests: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def lower(capture: Capture, input_paths: list[str]) -> Lowered:
@@ -108,7 +89,7 @@ class _Lowering:
             del values[capture.loss_index]
         lowered.outputs = [Output(value, path) for value, path in zip(values, capture.output_paths, strict=True)]
         self._note_updates()
-        self._drop_dead()
+        drop_dead(self.lowered)
 
     # -- parameters, buffers, inputs, constants ------------------------------------------------------------------
 
@@ -480,22 +461,6 @@ class _Lowering:
     def _fail(self, what: str) -> NoReturn:
         where = self._line() or "some point"
         raise TraceError(f"the model cannot be traced: at {where} it {what}")
-
-    def _drop_dead(self) -> None:
-        """Leave out operators whose results nobody reads (assertions and identities leave some behind)."""
-        lowered = self.lowered
-        wanted = {output.value for output in lowered.outputs} | {lowered.loss}
-        wanted |= {buffer.updated for buffer in lowered.buffers}
-        kept = []
-        for record in reversed(lowered.operators):
-            if wanted.isdisjoint(record.outputs):
-                for value in record.outputs:
-                    lowered.values.pop(value, None)
-                del lowered.nests[record.id]
-                continue
-            kept.append(record)
-            wanted.update(record.inputs)
-        lowered.operators = kept[::-1]
 
 
 def _region_name(target: HigherOrderOperator) -> str:

@@ -27,7 +27,8 @@ from autopar.tracing.batch import mark_batch
 from autopar.tracing.blocks import find_blocks
 from autopar.tracing.capture import Capture, Cuts, LossFunction, capture
 from autopar.tracing.examples import Example, choose_batch_dims, read_example
-from autopar.tracing.lower import Lowered, lower
+from autopar.tracing.lower import lower
+from autopar.tracing.lowered import Lowered
 
 
 @dataclass(frozen=True)

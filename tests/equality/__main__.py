@@ -18,8 +18,8 @@ HEAD = """# Programs equal one device
 
 Every case plans a model, generates its program, runs it on simulated ranks in float64 and compares with the plain model:
 loss, outputs, every gradient, and every parameter after a step of AdamW (with torch's own epsilon of 1e-8). Errors are
-relative, as the module `autopar.verifier` says; 1e-10 is allowed (1e-8 for parameters after the step). Collectives counted while it runs equal
-the plan's own list, kind by kind and byte by byte. Made by `python -m tests.equality`.
+relative, as the module `autopar.verifier` says; 1e-10 is allowed, 1e-8 for parameters after the step. Collectives counted
+while it runs equal the plan's own list, kind by kind and byte by byte. Made by `python -m tests.equality`.
 
 """
 
