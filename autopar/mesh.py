@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from keyword import iskeyword
 
 from autopar.errors import InputError
 
@@ -21,6 +22,8 @@ class Mesh:
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.names) or len(set(self.names)) != len(self.names):
             raise InputError(f"a mesh needs one distinct name per axis: shape {self.shape}, names {self.names}")
+        if not all(isinstance(name, str) and name.isidentifier() and not iskeyword(name) for name in self.names):
+            raise InputError(f"the axes of a mesh are named as variables are, since programs name them: {self.names}")
         if any(size < 1 for size in self.shape):
             raise InputError(f"every axis of a mesh has at least one device: shape {self.shape}")
 

@@ -38,7 +38,7 @@ class Parallelism:
             degree = getattr(self, name)
             if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
                 raise InputError(f"Parallelism({name}={degree!r}): a degree is a whole number of at least 1")
-        if self.zero is not None and self.zero not in (0, 1, 2, 3):
+        if self.zero is not None and (type(self.zero) is not int or self.zero not in (0, 1, 2, 3)):
             raise InputError(f"Parallelism(zero={self.zero!r}): the ZeRO level is 0, 1, 2 or 3")
         for name in ("pipeline", "context", "expert"):
             if getattr(self, name) not in (None, 1):
@@ -75,12 +75,23 @@ class PlanOptions:
     time_limit_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parallelism, Parallelism):
+            raise InputError(f"parallelism={self.parallelism!r} must be a Parallelism, such as Parallelism(data=2)")
+        if self.mesh_shape is not None and not _is_shape(self.mesh_shape):
+            raise InputError(
+                f"mesh_shape={self.mesh_shape!r} must be a tuple of whole numbers of at least 1, such as (2, 4)"
+            )
+        for name in ("memory_margin", "time_limit_seconds"):
+            value = getattr(self, name)
+            left_out = value is None and name == "time_limit_seconds"
+            if isinstance(value, bool) or not (left_out or isinstance(value, (int, float))):
+                raise InputError(f"{name}={value!r} must be a number")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"optimizer {self.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
         if not 0 <= self.memory_margin < 1:
             raise InputError(f"memory_margin={self.memory_margin} must be a fraction from 0 up to, not including, 1")
         for name in ("max_mesh_axes", "max_variants"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
         if self.time_limit_seconds is not None and not self.time_limit_seconds > 0:
             raise InputError(f"time_limit_seconds={self.time_limit_seconds} must be above 0, or None for no limit")
@@ -97,3 +108,7 @@ class PlanOptions:
         if fields.get("mesh_shape") is not None:
             fields["mesh_shape"] = tuple(fields["mesh_shape"])
         return PlanOptions(**fields)
+
+
+def _is_shape(given: object) -> bool:
+    return isinstance(given, (tuple, list)) and all(type(size) is int and size >= 1 for size in given)

@@ -95,8 +95,8 @@ class Plan:
         return {**self.details, "timings": dict(self.timings)}
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON document, seconds of planning left out."""
-        return {
+        """The plan as a JSON document, seconds of planning left out. ``checksum`` is of all the rest."""
+        document = {
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
             "num_devices": self.num_devices,
@@ -111,6 +111,7 @@ class Plan:
             "stages": [_stage_json(stage) for stage in self.stages],
             "report": self.details,
         }
+        return {**document, "checksum": _checksum(document)}
 
     def save(self, path: str | Path) -> None:
         """Write the plan: the same plan gives the same bytes."""
@@ -147,7 +148,7 @@ class Plan:
                 f"{origin} has schema version {version!r}, this autopar reads version {SCHEMA_VERSION}; plan the model again"
             )
         try:
-            return Plan(
+            plan = Plan(
                 model=document["model"],
                 num_devices=document["num_devices"],
                 graph_fingerprint=document["fingerprints"]["graph"],
@@ -158,10 +159,23 @@ class Plan:
                 num_micro_batches=document["num_micro_batches"],
                 details=document["report"],
             )
-        except (KeyError, TypeError, ValueError) as error:
+            written, found = document["checksum"], _checksum({k: v for k, v in document.items() if k != "checksum"})
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise PlanFileError(
                 f"{origin} lacks a part or has a wrong one: {error!r}; write it again with plan.save()"
             ) from error
+        if written != found:
+            raise PlanFileError(
+                f"{origin} was changed after it was written: its checksum is {str(written)[:12]}, that of its contents "
+                f"{found[:12]}; a changed plan may compute something else, so plan again, and force what you want with "
+                "Parallelism"
+            )
+        return plan
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON document."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def check_fingerprint(plan: Plan, graph: OpGraph, origin: str = "the plan") -> None:

@@ -27,7 +27,7 @@ def values_in_order(graph: OpGraph) -> frozenset[str]:
 
 
 def _found(graph: OpGraph) -> frozenset[str]:
-    ordered = {name for name, value in graph.values.items() if value.kind != "computed"}
+    ordered = graph.values.keys() - graph.producer_of.keys()
     for operator in graph.operators:
         kind = operator.target.split(".")[1]
         keeps = kind not in PERMUTING and ordered.issuperset(operator.inputs)

@@ -91,7 +91,7 @@ class _Wrapped(nn.Module):
         _, outcome.structure = pytree.tree_flatten(output)
         outcome.paths = tuple(path for path, leaf in found if isinstance(leaf, torch.Tensor))
         outcome.leaves = tuple(... if isinstance(leaf, torch.Tensor) else leaf for _, leaf in found)
-        loss = _find_loss(output, returned) if self._loss_fn is None else self._loss_fn(output, given)
+        loss = find_loss(output, returned) if self._loss_fn is None else self._loss_fn(output, given)
         if loss is not None or self._loss_fn is not None:
             who = "loss_fn(outputs, inputs)" if self._loss_fn else f"{type(self.model).__name__}, for its loss,"
             outcome.loss_index = len(returned)
@@ -113,7 +113,7 @@ def _checked_loss(loss: Any, who: str) -> torch.Tensor:
     )
 
 
-def _find_loss(output: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def find_loss(output: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """``.loss`` or ``["loss"]``; else the output, or the first of a tuple, where it is a floating-point scalar."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):

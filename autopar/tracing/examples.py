@@ -114,6 +114,13 @@ def read_example(model: nn.Module, example_inputs: Any, *, for_loss: bool) -> Ex
     for leaf in leaves:
         if type(leaf.value).__module__.split(".")[0] == "numpy":
             raise InputError(f"input {leaf.path} is a numpy {type(leaf.value).__name__}: give torch.from_numpy of it")
+        if leaf.is_tensor and (
+            leaf.value.layout is not torch.strided or leaf.value.is_nested or leaf.value.is_quantized
+        ):
+            raise InputError(
+                f"input {leaf.path} is a sparse, nested or quantized tensor ({leaf.value.layout}, {leaf.value.dtype}): give "
+                "a dense one"
+            )
     if not any(leaf.is_tensor for leaf in leaves):
         raise InputError(f"example_inputs hold no tensor; {type(model).__name__}.forward{signature} needs one")
     return Example(leaves, structure, tuple(signature.parameters), num_positional, extra)
@@ -199,6 +206,10 @@ def choose_batch_dims(
     for path, dim in given.items():
         if path not in shapes:
             raise InputError(f"batch_dims names {path!r}, which is no tensor input; there are {list(shapes)}")
+        if dim is not None and type(dim) is not int:
+            raise InputError(
+                f"batch_dims[{path!r}] is {dim!r}: give the number of a dim, or None where there is no batch"
+            )
         if dim is not None and not -len(shapes[path]) <= dim < len(shapes[path]):
             raise InputError(f"batch_dims[{path!r}] is {dim}, but that input has the shape {list(shapes[path])}")
     dims: dict[str, int | None] = {}

@@ -24,6 +24,7 @@ from autopar.initial import materialized
 from autopar.plans import Plan, check_fingerprint
 from autopar.randomness import random_operators
 from autopar.tracing import Traced, trace
+from autopar.tracing.capture import find_loss
 from autopar.tracing.examples import named_leaves
 from autopar.verifier.double import InDouble, default_dtype, in_double, wide_type
 from autopar.verifier.outcome import Expected, Verification, adamw_epsilon, differences, measures
@@ -153,7 +154,9 @@ def _run_plain(
         with torch.enable_grad(), mode:
             output = model(*args, **kwargs)
             leaves = dict(named_leaves(output))
-            loss = leaves[_loss_path(graph)] if loss_fn is None else loss_fn(output, given)
+            tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
+            loss = find_loss(output, tensors) if loss_fn is None else loss_fn(output, given)
+            assert loss is not None, "the traced model has a loss, this one has none"
             loss.backward()
     except Exception as error:
         raise InputError(
@@ -178,7 +181,3 @@ def _run_plain(
         buffers={entry.name: _state(model, entry.name) for entry in graph.buffers},
         epsilon=epsilon,
     )
-
-
-def _loss_path(graph: OpGraph) -> str:
-    return next(output.path for output in graph.outputs if output.value == graph.loss)

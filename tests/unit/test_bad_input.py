@@ -96,6 +96,13 @@ def test_example_inputs_of_another_structure() -> None:
         autopar.plan(Small(), LOCAL, {"x": torch.randn(4, 16).numpy()})
 
 
+def test_inputs_that_are_not_dense_and_batch_dims_that_are_no_numbers() -> None:
+    with raises(InputError, "input x", "sparse", "dense"):
+        autopar.plan(Small(), LOCAL, {"x": batch()["x"].to_sparse()})
+    with raises(InputError, "batch_dims['x'] is '0'", "number of a dim"):
+        autopar.plan(Small(), LOCAL, batch(), batch_dims={"x": "0"})  # type: ignore[dict-item]
+
+
 def test_a_step_with_inputs_of_another_structure() -> None:
     parallel = autopar.parallelize(Small(), Cluster.local(1), batch())
     with raises(InputError, "missing inputs: x"):
@@ -220,6 +227,11 @@ def test_a_model_that_is_too_large_names_the_memory_and_the_devices_that_would_d
         (lambda: autopar.PlanOptions(optimizer="adamw8"), ("adamw8", "adamw")),
         (lambda: autopar.PlanOptions(memory_margin=1.0), ("memory_margin=1.0", "fraction")),
         (lambda: autopar.PlanOptions(time_limit_seconds=0), ("time_limit_seconds=0", "above 0")),
+        (lambda: autopar.PlanOptions(time_limit_seconds="1"), ("time_limit_seconds='1'", "a number")),  # type: ignore[arg-type]
+        (lambda: autopar.PlanOptions(memory_margin=None), ("memory_margin=None", "a number")),  # type: ignore[arg-type]
+        (lambda: autopar.PlanOptions(mesh_shape=(2.0,)), ("mesh_shape=(2.0,)", "whole numbers")),  # type: ignore[arg-type]
+        (lambda: autopar.PlanOptions(mesh_shape=2), ("mesh_shape=2", "tuple")),  # type: ignore[arg-type]
+        (lambda: autopar.PlanOptions(parallelism={"data": 2}), ("'data': 2", "Parallelism(")),  # type: ignore[arg-type]
     ],
 )
 def test_options_check_themselves(make: Any, texts: tuple[str, ...]) -> None:
@@ -286,6 +298,23 @@ def test_a_plan_that_is_cut_off_in_the_middle(plan_file: Path, tmp_path: Path) -
         autopar.Plan.load(path)
     with raises(PlanFileError, "cannot be read"):
         autopar.Plan.load(tmp_path / "missing.json")
+
+
+def test_a_plan_that_was_edited(plan_file: Path, tmp_path: Path) -> None:
+    whole = plan_file.read_text()
+    path = tmp_path / "edited.json"
+
+    def written(**changes: Any) -> Path:
+        path.write_text(json.dumps({**json.loads(whole), **changes}))
+        return path
+
+    autopar.verify(Small(), autopar.Plan.load(written()), batch())  # other white space is no change
+    with raises(PlanFileError, str(path), "changed after it was written", "Parallelism"):
+        autopar.verify(Small(), autopar.Plan.load(written(num_devices=3)), batch())
+    stage = json.loads(whole)["stages"][0]
+    for part, change in (("operators", []), ("variants", True), ("mesh", {"shape": [2], "names": ["a=1); b("]})):
+        with raises(PlanFileError, str(path), "wrong one"):
+            autopar.Plan.load(written(stages=[{**stage, part: change}]))
 
 
 # -- rules -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -164,6 +165,22 @@ def test_types_left_to_torch_complex_parameters_and_parameters_as_outputs() -> N
     plan = plan_graph(trace(model, inputs).graph, Cluster.local(2), options)
     verify(model, plan, inputs, count_collectives=True).require()
     verify(model, plan, inputs, processes=True).require()
+
+
+@dataclass
+class Result:
+    """Not known to torch as a container."""
+
+    loss: Tensor
+
+
+def test_a_loss_in_an_object_of_the_users() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Result:  # type: ignore[override]
+            return Result(super().forward(x).square().mean())
+
+    model, inputs = Model(8, 8), (torch.randn(4, 8),)
+    verify(model, plan_graph(trace(model, inputs).graph, Cluster.local(2)), inputs).require()
 
 
 def test_a_gradient_of_zero_does_not_decide_the_step() -> None:
