@@ -43,6 +43,7 @@ from autopar.tracing.targets import (
     CONVERSIONS,
     DROPOUTS,
     SAME_TENSOR,
+    SHAPED_BY_STRIDES,
     SHAPED_BY_VALUES,
     SHAPED_LIKE,
     argument_of,
@@ -181,6 +182,8 @@ class _Lowering:
         name = target._schema.name.split("::")[1]
         if name in ASSERTIONS:
             return None
+        if name in SHAPED_BY_STRIDES:
+            self._fail(f"uses {name}, which depends on how a tensor lies in memory; use unfold, slices or a transpose")
         if name in SHAPED_BY_VALUES:
             self._fail(f"uses {name}, so that a shape or number depends on the values of a tensor")
         if target._schema.is_mutable:

@@ -15,6 +15,7 @@ ASSERTIONS = frozenset(
     "sym_constrain_range sym_constrain_range_for_size _functional_sym_constrain_range".split()
 )
 SHAPED_BY_VALUES = frozenset("_local_scalar_dense item nonzero masked_select unique_consecutive _unique2".split())
+SHAPED_BY_STRIDES = frozenset("as_strided as_strided_copy as_strided_scatter".split())
 SAME_TENSOR = frozenset(("alias", "lift_fresh"))
 CONVERSIONS = frozenset(("to", "_to_copy", "type_as"))
 SHAPED_LIKE = {

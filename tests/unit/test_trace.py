@@ -381,13 +381,20 @@ class Finds(nn.Module):
 
 
 class Cycles(nn.Module):
-    """Writes through an expanded view, which torch itself leaves undefined."""
+    """Writes through a view of which there is no way back."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         y[:, :1].expand(-1, 6).diagonal_scatter(y[0, :4]).add_(1)
-        y.as_strided((2, 2), (1, 2)).add_(1)
+        y.unfold(1, 2, 2).add_(1)
         return y
+
+
+class Strides(nn.Module):
+    """Reads a transposed tensor as it lies in memory; a program may have a contiguous one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).t().as_strided((2, 2), (1, 2)).sum()
 
 
 @pytest.mark.parametrize(
@@ -395,7 +402,8 @@ class Cycles(nn.Module):
     [
         (Branches(), r"unit/test_trace.py:\d+ a shape or a branch depends on the values of a tensor"),
         (Finds(), r"unit/test_trace.py:\d+.*depends on the values of a"),
-        (Cycles(), r"unit/test_trace.py:\d+ it writes in place through the view aten.as_strided"),
+        (Cycles(), r"unit/test_trace.py:\d+ it writes in place through the view aten.unfold"),
+        (Strides(), r"unit/test_trace.py:\d+ it uses as_strided, which depends on how a tensor lies in memory"),
     ],
 )
 def test_what_cannot_be_traced_names_the_line(model: nn.Module, message: str) -> None:
