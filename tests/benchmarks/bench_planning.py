@@ -99,7 +99,7 @@ def main() -> None:
         show(f"{devices} H100 of 80 GB", in_process(devices, arguments.layers, find_device("H100-SXM").memory_bytes / 2**30))
         found = in_process(devices, arguments.layers, arguments.memory_gib)
         show(f"{devices} x {arguments.memory_gib:.0f} GiB", found)
-        twice = in_process(devices, 2 * arguments.layers, arguments.memory_gib, alone=True)
+        twice = in_process(devices, 2 * arguments.layers, 2 * arguments.memory_gib, alone=True)
         after = [sum(found_["phases"].values()) - found_["phases"]["trace"] for found_ in (found, twice)]  # type: ignore[attr-defined]
         print(f"  after tracing: {after[0]:.1f} s; with twice the layers {after[1]:.1f} s, {after[1] / after[0]:.2f} x")
 
