@@ -20,6 +20,10 @@ class RuleError(AutoparError, ValueError):
     """A sharding rule does not fit the operator it was given for."""
 
 
+class ProgramError(AutoparError, RuntimeError):
+    """A parallel program cannot do what was asked of it: a batch of another size, a checkpoint of another model."""
+
+
 class InfeasibleError(AutoparError):
     """No plan fits the devices' memory, or the forced choices contradict each other."""
 

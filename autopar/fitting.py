@@ -22,6 +22,7 @@ from autopar.solver import Assignment, Problem, Status
 
 MAX_PARTS = 8  # how many parts are solved before the search for a better bound ends
 GAP_TARGET = 1e-3  # a plan so close to its bound is not improved any more
+LARGE, LARGE_PARTS, LARGE_GAP = 600, 3, 5e-3  # the same for problems of more nodes than this
 
 Solve = Callable[[Problem], Assignment]
 
@@ -56,17 +57,26 @@ def unlimited(costed: Costed, available_bytes: float, solve: Solve) -> Candidate
     return _candidate(costed, assignment, assignment.lower_bound_seconds, available_bytes)
 
 
-def fit(costed: Costed, available_bytes: float, solve: Solve, to_beat_seconds: float = math.inf) -> Candidate:
-    """The best plan on the mesh that fits; where none does, a candidate without a stage that says what is needed.
+def fit(
+    costed: Costed,
+    available_bytes: float,
+    solve: Solve,
+    to_beat_seconds: float = math.inf,
+    explain: bool = True,
+) -> Candidate:
+    """The best plan on the mesh that fits; where none does, a candidate without a stage that says what is needed, if it
+    is to ``explain``.
 
     Parts whose plans all take ``to_beat_seconds`` or more are not searched.
     """
     parts = [_Part(_least(costed), (math.inf, math.inf), -math.inf)]
     closed: list[float] = []
     best: Candidate | None = None
-    for _ in range(MAX_PARTS):
+    large = costed.problem.num_nodes > LARGE
+    gap = LARGE_GAP if large else GAP_TARGET
+    for _ in range(LARGE_PARTS if large else MAX_PARTS):
         part = min(parts, key=lambda part: part.bound, default=None)
-        if part is None or part.bound >= min(to_beat_seconds, (1 - GAP_TARGET) * _cost(best) if best else math.inf):
+        if part is None or part.bound >= min(to_beat_seconds, (1 - gap) * _cost(best) if best else math.inf):
             break
         parts.remove(part)
         assignment = solve(_restricted(costed, part, available_bytes))
@@ -80,7 +90,7 @@ def fit(costed: Costed, available_bytes: float, solve: Solve, to_beat_seconds: f
         else:
             parts += part.split(_moment(costed, assignment.choices), bound)
     bounds = [*closed, *(part.bound for part in parts)]
-    if best is None and to_beat_seconds < math.inf:
+    if best is None and (to_beat_seconds < math.inf or not explain):
         return replace(_none(costed, available_bytes), lower_bound_seconds=min(bounds, default=math.inf))
     if best is None:
         best = _leanest(costed, available_bytes, solve)

@@ -10,13 +10,12 @@ from autopar.graph import OpGraph
 
 
 def has_gradient(graph: OpGraph) -> frozenset[str]:
-    """Values that require grad and reach the loss through operators along values that require grad.
+    """Values that require grad and reach the loss, or what the next stage reads, along values that require grad.
 
-    A graph without a loss has none: nothing is differentiated by the program itself.
+    A graph without either has none: nothing is differentiated by the program itself.
     """
-    if graph.loss is None or not graph.values[graph.loss].requires_grad:
-        return frozenset()
-    reached = {graph.loss}
+    ends = [*graph.sent, *([graph.loss] if graph.loss else [])]
+    reached = {value for value in ends if graph.values[value].requires_grad}
     for operator in reversed(graph.operators):
         if any(value in reached for value in operator.outputs):
             reached.update(value for value in operator.inputs if graph.values[value].requires_grad)

@@ -17,7 +17,7 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
-ValueKind = Literal["input", "parameter", "buffer", "constant", "computed"]
+ValueKind = Literal["input", "received", "parameter", "buffer", "constant", "computed"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ class BatchLiteral:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the graph. ``storage`` names the value whose memory this one shares (views), itself otherwise."""
+    """A tensor of the graph. ``storage`` names the value whose memory this one shares (views), itself otherwise.
+
+    ``batch_dims``: the dims whose sizes are in proportion to the batch; none where only one batch size works.
+    """
 
     id: str
     shape: tuple[int, ...]
@@ -56,6 +59,7 @@ class Value:
     requires_grad: bool
     kind: ValueKind = "computed"
     storage: str = ""
+    batch_dims: tuple[int, ...] = ()
 
     @property
     def num_elements(self) -> int:
@@ -172,7 +176,12 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class OpGraph:
-    """A traced model. ``operators`` are in a topological order; ``loss`` is the id of a scalar, or None."""
+    """A traced model, or one stage of it. ``operators`` are in a topological order; ``loss`` is the id of a scalar, or
+    None.
+
+    ``received``: what a stage gets from the stage before it (values of kind ``received``), in the order in which it is
+    sent; ``sent``: what it hands to the next one. Both are empty in a whole model.
+    """
 
     model: str
     values: dict[str, Value]
@@ -187,6 +196,8 @@ class OpGraph:
     block_groups: tuple[BlockGroup, ...] = ()
     warnings: tuple[str, ...] = ()
     training: bool = True
+    received: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -232,12 +243,13 @@ def check(graph: OpGraph) -> None:
     """Assert that the graph is well formed: order, references, blocks. Run after tracing in tests and before planning."""
     known = {entry.value for entry in graph.inputs} | {parameter.value for parameter in graph.parameters}
     known |= {buffer.value for buffer in graph.buffers} | {constant.value for constant in graph.constants}
+    known |= set(graph.received)
     for operator in graph.operators:
         missing = [value for value in operator.inputs if value not in known]
         assert not missing, f"{operator.id} reads {missing} before they are computed"
         known.update(value for value in operator.outputs if value)
     assert known <= set(graph.values), f"values without a description: {sorted(known - set(graph.values))[:5]}"
-    wanted = [output.value for output in graph.outputs] + ([graph.loss] if graph.loss else [])
+    wanted = [output.value for output in graph.outputs] + ([graph.loss] if graph.loss else []) + list(graph.sent)
     assert set(wanted) <= known, f"outputs never computed: {sorted(set(wanted) - known)[:5]}"
     owned: set[str] = set()
     for group in graph.block_groups:

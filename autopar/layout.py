@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -64,13 +64,15 @@ class Cut:
     def is_plain(self) -> bool:
         return len(self.runs) == 1 and self.runs[0][0] == 1 and self.runs[0][2] == 1
 
-    @property
+    @cached_property
     def num_units(self) -> int:
         """Into how many pieces the dim can be cut at the most."""
         return min((size // unit for _, size, unit in self.runs), default=0)
 
     def lifted(self, outer: int, inner: int) -> Cut:
         """The cut of ``(outer d inner)`` that cuts ``d`` as this one does."""
+        if outer == inner == 1:
+            return self
         runs = tuple((count, size * inner, unit * inner) for count, size, unit in self.runs)
         if len(runs) == 1:
             return Cut(((runs[0][0] * outer, *runs[0][1:]),))
@@ -78,6 +80,8 @@ class Cut:
 
     def lowered(self, outer: int, inner: int) -> Cut | None:
         """The cut of ``d`` whose :meth:`lifted` is this one, or None."""
+        if outer == inner == 1:
+            return self
         if any(size % inner or unit % inner for _, size, unit in self.runs):
             return None
         if len(self.runs) == 1:
@@ -134,6 +138,9 @@ class Whole:
     """Every device of the axis holds a tensor of full size: see the module's table for the three members."""
 
     name: str
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # a string keeps its own
 
     def __str__(self) -> str:
         return self.name

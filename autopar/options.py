@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import InputError
+from cost_models import SCHEDULES
 
+RECOMPUTATIONS = ("none", "selective", "full")
 OPTIMIZERS = ("adamw", "adam", "sgd_momentum", "sgd")
 
 
@@ -17,8 +19,11 @@ class Parallelism:
     """Degrees that are forced; what is left out is searched.
 
     ``data`` devices share the batch, ``tensor`` devices share the operators. ``zero`` (0 to 3) says how the parameters
-    rest on the data axis: 0 replicated, 1 optimizer states sharded, 2 gradients too, 3 parameters too. The product of
-    the forced degrees must divide the number of devices; a rest is searched.
+    rest on the data axis: 0 replicated, 1 optimizer states sharded, 2 gradients too, 3 parameters too. ``pipeline`` ranks
+    share the layers, ``schedule`` says in which order they work (a name of ``cost_models.SCHEDULES``),
+    ``micro_batch_size`` how many samples, over all devices of a rank, go through at a time, and ``recompute`` what every
+    block computes again in backward: ``none``, ``selective`` or ``full``. The product of the forced degrees must divide the
+    number of devices; a rest is searched.
 
     >>> Parallelism(data=2, tensor=4, zero=3)
     """
@@ -40,15 +45,16 @@ class Parallelism:
                 raise InputError(f"Parallelism({name}={degree!r}): a degree is a whole number of at least 1")
         if self.zero is not None and (type(self.zero) is not int or self.zero not in (0, 1, 2, 3)):
             raise InputError(f"Parallelism(zero={self.zero!r}): the ZeRO level is 0, 1, 2 or 3")
-        for name in ("pipeline", "context", "expert"):
+        for name in ("context", "expert"):
             if getattr(self, name) not in (None, 1):
                 raise InputError(
-                    f"Parallelism({name}={getattr(self, name)}): this version plans one stage on data and tensor axes; "
+                    f"Parallelism({name}={getattr(self, name)}): this version plans stages on data and tensor axes; "
                     f"leave {name} out or give 1"
                 )
-        for name in ("recompute", "schedule", "micro_batch_size"):
-            if getattr(self, name) is not None:
-                raise InputError(f"Parallelism({name}=...): this version runs one micro-batch without recomputation")
+        for name, known in (("recompute", RECOMPUTATIONS), ("schedule", SCHEDULES)):
+            chosen = getattr(self, name)
+            if chosen is not None and chosen not in known:
+                raise InputError(f"Parallelism({name}={chosen!r}) is not known; choose one of {', '.join(known)}")
 
     @property
     def is_free(self) -> bool:
@@ -63,6 +69,8 @@ class PlanOptions:
     ``optimizer``: whose state bytes count, one of ``adamw adam sgd_momentum sgd``. ``memory_margin``: part of each
     device's memory that is kept free. ``max_mesh_axes``: meshes of up to this many axes are searched.
     ``max_variants``: how many differently sharded versions of a repeated block a program may have.
+    ``gap``: the search ends when no plan can be faster by more than this fraction; ``max_evaluations``: or when so many
+    arrangements (stages, micro-batches, schedule, mesh) have been planned in full.
     ``time_limit_seconds``: the user's own cut-off of the search; without it the same input gives the same plan.
     """
 
@@ -71,6 +79,8 @@ class PlanOptions:
     memory_margin: float = 0.05
     max_mesh_axes: int = 2
     max_variants: int = 4
+    gap: float = 0.01
+    max_evaluations: int = 12
     mesh_shape: tuple[int, ...] | None = None
     time_limit_seconds: float | None = None
 
@@ -88,9 +98,11 @@ class PlanOptions:
                 raise InputError(f"{name}={value!r} must be a number")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"optimizer {self.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+        if isinstance(self.gap, bool) or not isinstance(self.gap, (int, float)) or not 0 <= self.gap < 1:
+            raise InputError(f"gap={self.gap!r} must be a fraction from 0 up to, not including, 1")
         if not 0 <= self.memory_margin < 1:
             raise InputError(f"memory_margin={self.memory_margin} must be a fraction from 0 up to, not including, 1")
-        for name in ("max_mesh_axes", "max_variants"):
+        for name in ("max_mesh_axes", "max_variants", "max_evaluations"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
         if self.time_limit_seconds is not None and not self.time_limit_seconds > 0:

@@ -7,26 +7,25 @@ failure on any rank is raised on every rank: nobody is left waiting.
 
 from __future__ import annotations
 
-import atexit
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import errors
 from autopar.codegen import generate
 from autopar.errors import AutoparError, InputError
-from autopar.graph import OpGraph
+from autopar.graph import Input, OpGraph
 from autopar.initial import initial_values, meta_modules
 from autopar.plans import Plan, check_fingerprint
 from autopar.randomness import mode_dependent_operators
-from autopar.runtime import Engine, checkpoint, load_program
+from autopar.ranks import Ranks, attempt, is_cpu, join_group
+from autopar.runtime import Engine, ParameterSlot, load_program, saving
+from autopar.runtime import ProgramError as RuntimeProgramError
+from autopar.runtime.spreading import Spreader
 from autopar.tracing import Traced, trace
 from autopar.tracing.examples import Example, named_leaves
 
@@ -35,8 +34,29 @@ if TYPE_CHECKING:
     from cost_models import Cluster
 
 Result = TypeVar("Result")
+Given = ParamSpec("Given")
 
 
+class _ProgramError(errors.ProgramError, RuntimeProgramError):
+    """An error of the runtime, which knows nothing else of autopar, as one of autopar's."""
+
+
+def _with_our_errors(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, raising the runtime's errors as AutoparError."""
+
+    @wraps(function)
+    def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeProgramError as error:
+            if isinstance(error, AutoparError):
+                raise
+            raise _ProgramError(*error.args) from error
+
+    return wrapped
+
+
+@_with_our_errors
 def parallelize(
     model: nn.Module,
     cluster: Cluster | None = None,
@@ -73,12 +93,12 @@ def parallelize(
         raise InputError(
             f"cluster= is a {type(cluster).__name__}: give an autopar.Cluster or None, and the batch as example_inputs="
         )
-    own_device = _join_group(device)
-    ranks = _Ranks()
+    own_device = join_group(device)
+    ranks = Ranks()
     traced = ranks.together(lambda: trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn))
     ranks.same(traced.graph.fingerprint, "traced another model, or example inputs of other shapes")
     chosen = ranks.from_first(
-        lambda: _plan(traced.graph, ranks.size, plan, cluster, options, parallelism, _is_cpu(own_device)),
+        lambda: _plan(traced.graph, ranks.size, plan, cluster, options, parallelism, is_cpu(own_device)),
         Plan.from_json,
     )
     source = ranks.together(lambda: generate(chosen, traced.graph))
@@ -98,9 +118,11 @@ class Parallel:
         self._traced = traced
         self._paths = [entry.path for entry in traced.graph.inputs]
         self._names = {path: given.name for path, given in zip(self._paths, engine.program.INPUTS, strict=True)}
+        self._only_for_loss = _only_for_loss(traced.graph)
 
     # Running
 
+    @_with_our_errors
     def step(self, *args: Any, local: bool = False, **inputs: Any) -> Tensor:
         """Forward and backward of one batch: adds to the gradients and returns the loss, detached, the same on every
         rank.
@@ -110,21 +132,45 @@ class Parallel:
         """
         return self.engine.step(local=local, **self._bound(args, inputs))
 
+    @_with_our_errors
     def __call__(self, *args: Any, local: bool = False, **inputs: Any) -> Any:
-        """The model's output in its own structure, whole on every rank, without gradients. Inputs as of :meth:`step`.
+        """The model's output in its own structure, whole on every rank, without gradients. Inputs as of :meth:`step`;
+        those that only ``loss_fn`` reads may be left out.
 
         An output that is the same whole on all ranks costs memory: for large logits prefer the loss of a step.
         """
-        found = self.engine.forward(local=local, **self._bound(args, inputs))
+        found = self.engine.forward(local=local, **self._bound(args, inputs, self._only_for_loss))
         graph = self._traced.graph
         values = {
             output.value: found["loss" if output.value == graph.loss else output.path] for output in graph.outputs
         }
         return self._traced.outputs(values)
 
-    def _bound(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        by_path = bind_inputs(self._traced.example, args, inputs)
-        return {self._names[path]: tensor for path, tensor in by_path.items()}
+    def _bound(
+        self, args: Sequence[Any], inputs: Mapping[str, Any], optional: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        by_path = bind_inputs(self._traced.example, args, inputs, optional)
+        missing = [entry for entry in self._traced.graph.inputs if entry.path not in by_path]
+        if missing:
+            by_path |= self._stand_ins(missing, by_path)
+        return {self._names[path]: tensor for path, tensor in by_path.items() if path in self._names}
+
+    def _stand_ins(self, missing: Sequence[Input], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Zeros for inputs that are not needed, for as many samples as the others have."""
+        examples = {leaf.path: leaf.value for leaf in self._traced.example.tensors}
+        samples = [
+            (given[entry.path].shape[entry.batch_dim], examples[entry.path].shape[entry.batch_dim])
+            for entry in self._traced.graph.inputs
+            if entry.path in given and entry.batch_dim is not None
+        ]
+        now, before = samples[0] if samples else (1, 1)
+        found = {}
+        for entry in missing:
+            shape = list(examples[entry.path].shape)
+            if entry.batch_dim is not None:
+                shape[entry.batch_dim] = shape[entry.batch_dim] * now // before
+            found[entry.path] = torch.zeros(shape, dtype=examples[entry.path].dtype)
+        return found
 
     def train(self, mode: bool = True) -> Parallel:
         """Training mode, as :meth:`torch.nn.Module.train`. A program computes in the mode in which its model was
@@ -148,7 +194,8 @@ class Parallel:
     # Parameters and gradients
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What an optimizer updates: this rank's pieces as DTensors, tied parameters once."""
+        """What an optimizer updates: this rank's pieces as DTensors, tied parameters once. Of a model in several
+        pipeline stages: of the stages on this rank."""
         return self.engine.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -164,6 +211,7 @@ class Parallel:
             if parameter.grad is not None:
                 parameter.grad.zero_()
 
+    @_with_our_errors
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over the whole model; returns the norm before, the same on every
         rank."""
@@ -171,25 +219,36 @@ class Parallel:
 
     # Checkpoints
 
-    def _slots(self) -> list[checkpoint.Slot]:
+    def _slots(self) -> list[saving.Slot]:
         return [*self.engine.slots.values(), *self.engine.buffer_slots.values()]
 
+    def _all_slots(self) -> list[saving.Slot]:
+        """Those of all pipeline ranks, parameters first."""
+        found = list(self.engine.holdings.described.values())
+        return sorted(found, key=lambda slot: not isinstance(slot, ParameterSlot))
+
+    @_with_our_errors
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's pieces by the model's names, for ``torch.distributed.checkpoint.save`` and ``load``."""
-        return checkpoint.state_dict(self._slots())
+        return saving.state_dict(self._slots())
 
+    @_with_our_errors
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Tensor]:
         """Whole tensors on the CPU for ``model.load_state_dict``: on rank 0 (elsewhere empty), or on all ranks."""
-        return checkpoint.full_state_dict(self._slots(), self.engine.mesh, all_ranks=all_ranks)
+        holdings = self.engine.holdings
+        owners = {name: holdings.owner(name) for name in holdings.described}
+        return saving.full_state_dict(self._all_slots(), self.engine.mesh, all_ranks=all_ranks, owners=owners)
 
+    @_with_our_errors
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of parameters, buffers and the optimizer's states that any plan on any number of ranks
         can load."""
-        checkpoint.save(folder, self._slots(), self.engine.mesh, optimizer)
+        saving.save(folder, self._slots(), self.engine.mesh, optimizer)
 
+    @_with_our_errors
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint of the same model, whatever plan and number of ranks it was saved under."""
-        checkpoint.load(folder, self._slots(), self.engine.mesh, optimizer)
+        saving.load(folder, self._slots(), self.engine.mesh, optimizer)
 
     # What it is
 
@@ -219,8 +278,11 @@ class Parallel:
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def bind_inputs(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by path. One dict or ``(args, kwargs)``-like tuple of the example's own form is taken apart.
+def bind_inputs(
+    example: Example, args: Sequence[Any], kwargs: Mapping[str, Any], optional: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Tensors by path. One dict or ``(args, kwargs)``-like tuple of the example's own form is taken apart; the paths
+    ``optional`` may be missing.
 
     Raises :class:`InputError` for inputs that the example did not have, and for fixed ones (flags, None) with another
     value. Shapes are not looked at.
@@ -243,10 +305,23 @@ def bind_inputs(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]
             raise InputError(
                 f"input {path} is fixed at {leaf.value!r}, as in the example inputs: parallelize anew for another one"
             )
-    missing = [leaf.path for leaf in example.tensors if leaf.path not in found]
+    missing = [leaf.path for leaf in example.tensors if leaf.path not in found and leaf.path not in optional]
     if missing:
         raise InputError(f"missing inputs: {', '.join(missing)}; give all that the example inputs had")
     return found
+
+
+def _only_for_loss(graph: OpGraph) -> frozenset[str]:
+    """Paths of the inputs that lead to the loss alone, and not to anything that the model returns."""
+    needed: set[str] = set()
+    waiting = [output.value for output in graph.outputs]
+    while waiting:
+        value = waiting.pop()
+        if value not in needed:
+            needed.add(value)
+            producer = graph.producer_of.get(value)
+            waiting += producer.inputs if producer is not None else ()
+    return frozenset(entry.path for entry in graph.inputs if entry.value not in needed)
 
 
 def _all_known(example: Example, inputs: Mapping[str, Any]) -> bool:
@@ -262,114 +337,6 @@ def _leaves(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         raise InputError(f"input {twice[0]} is given twice, by position and by name")
     tops += list(kwargs.items())
     return [leaf for name, value in tops for leaf in named_leaves(value, name)]
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def _join_group(device: torch.device | str | None) -> torch.device | None:
-    """Start the default process group where torchrun started us and nobody has; this rank's device, None to be chosen
-    later."""
-    chosen = torch.device(device) if device is not None else None
-    if dist.is_initialized() or not dist.is_torchelastic_launched():
-        return chosen
-    chosen = chosen or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen.type == "cuda":
-        chosen = chosen if chosen.index is not None else torch.device("cuda", dist.get_node_local_rank())
-        torch.cuda.set_device(chosen)
-    # Plans travel over gloo also where tensors travel over NCCL, which would not wait for a long search.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
-    atexit.register(_leave_group)
-    return chosen
-
-
-def _leave_group() -> None:
-    """End the process group that we started, where the user's script has not."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _is_cpu(device: torch.device | None) -> bool:
-    if device is not None:
-        return device.type == "cpu"
-    return not (dist.is_initialized() and "nccl" in str(dist.get_backend()))
-
-
-class _Ranks:
-    """The default process group's ranks, or this process alone."""
-
-    def __init__(self) -> None:
-        grouped = dist.is_initialized()
-        self.size = dist.get_world_size() if grouped else 1
-        self.rank = dist.get_rank() if grouped else 0
-
-    def gather(self, value: Result) -> list[Result]:
-        """The value of every rank."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
-
-    def together(self, action: Callable[[], Result]) -> Result:
-        """Every rank's own result; where one fails, all raise."""
-        result, failure = _attempt(action)
-        self.raise_any(failure)
-        return result  # type: ignore[return-value]
-
-    def raise_any(self, failure: Exception | None) -> None:
-        """Raise this rank's failure, or that of the lowest rank that has one."""
-        failures = self.gather(_described(failure))
-        if failure is not None:
-            raise failure
-        for rank, described in enumerate(failures):
-            if described is not None:
-                raise _rebuilt(described, rank)
-
-    def from_first(self, action: Callable[[], Result], read: Callable[[Any], Result]) -> Result:
-        """Rank 0's result, sent as JSON and read by the others."""
-        result, failure = _attempt(action) if self.rank == 0 else (None, None)
-        if self.size > 1:
-            text = json.dumps(result.to_json()) if result is not None else ""  # type: ignore[attr-defined]
-            sent: list[Any] = [text.encode(), _described(failure)]
-            dist.broadcast_object_list(sent, src=0)
-            if self.rank != 0:
-                if sent[1] is not None:
-                    raise _rebuilt(sent[1], 0)
-                return read(json.loads(sent[0]))
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[return-value]
-
-    def same(self, text: str, otherwise: str) -> None:
-        """Raise on every rank unless all have the same text."""
-        found = self.gather(hashlib.sha256(text.encode()).hexdigest())
-        for rank, digest in enumerate(found):
-            if digest != found[0]:
-                raise InputError(
-                    f"rank {rank} {otherwise} than rank 0 ({digest[:12]}, {found[0][:12]}): call parallelize() with "
-                    "the same model, example inputs and versions of autopar and torch in every process"
-                )
-
-
-def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
-
-
-def _described(failure: Exception | None) -> tuple[str, str] | None:
-    return None if failure is None else (type(failure).__name__, str(failure))
-
-
-def _rebuilt(described: tuple[str, str], rank: int) -> AutoparError:
-    """Another rank's error: of its own class where that is one of ours."""
-    name, message = described
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, AutoparError):
-        return kind(message)
-    return AutoparError(f"rank {rank} failed: {name}: {message}")
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------
@@ -420,9 +387,10 @@ def _check_size(what: str, num_devices: int, num_ranks: int) -> None:
 # -- the model's values ----------------------------------------------------------------------------------------------
 
 
-def _take_over(engine: Engine, model: nn.Module, seed: int, ranks: _Ranks) -> None:
+def _take_over(engine: Engine, model: nn.Module, seed: int, ranks: Ranks) -> None:
     """Fill every slot: what rank 0 has, or for tensors that are on meta there, what one of the ranks initialises."""
-    own = {slot.name for slot in (*engine.slots.values(), *engine.buffer_slots.values())}
+    holdings = engine.holdings
+    spreader = Spreader(holdings, engine.mesh)
     on_meta = [(path, names) for path, _, names in meta_modules(model)]
     on_meta = ranks.gather(on_meta)[0]
     failure: Exception | None = None
@@ -431,26 +399,18 @@ def _take_over(engine: Engine, model: nn.Module, seed: int, ranks: _Ranks) -> No
         owner = at % ranks.size
         values: dict[str, Tensor] = {}
         if ranks.rank == owner and failure is None:
-            made, failure = _attempt(partial(initial_values, model, path, names, seed))
+            made, failure = attempt(partial(initial_values, model, path, names, seed))
             values = made or {}
         for name in names:
-            full = f"{path}.{name}" if path else name
-            done.add(_fill(engine, full, values.get(name), owner, ranks))
+            own = holdings.name_of(f"{path}.{name}" if path else name)
+            value = values.get(name)
+            if ranks.rank == owner and value is None:  # it has failed: the others find out below
+                value = torch.zeros(holdings.described[own].shape, dtype=holdings.described[own].dtype)
+            spreader.spread(own, value, owner)
+            done.add(own)
     ranks.raise_any(failure)
-    for name in sorted(own - done):
-        _fill(engine, name, _tensor(model, name) if ranks.rank == 0 else None, 0, ranks)
-
-
-def _fill(engine: Engine, name: str, value: Tensor | None, owner: int, ranks: _Ranks) -> str:
-    """Fill the slot called ``name`` with the whole tensor that the owner has; returns the slot's first name."""
-    slot = engine.slot(name)
-    device = engine.mesh.device
-    whole = torch.zeros(slot.shape, dtype=slot.dtype) if value is None else value.detach()
-    if ranks.size > 1 and whole.numel():
-        whole = whole.to(device).contiguous()
-        dist.broadcast(whole.reshape(-1).view(torch.uint8), src=owner)
-    slot.fill(lambda: whole)
-    return slot.name
+    for name in sorted(set(holdings.described) - done):
+        spreader.spread(name, _tensor(model, name) if ranks.rank == 0 else None, 0)
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

@@ -1,7 +1,6 @@
 """plan(): from a model and a cluster to the best plan, with its certificate.
 
-Reads top to bottom as the data flows: trace, prepare, then for every mesh cost and solve, then choose. The lower bound of
-the search is the least of the bounds over all meshes: no plan of the searched space is faster under the cost model.
+Reads top to bottom as the data flows: trace, search (`autopar.search`), compare with what people write by hand, explain.
 """
 
 from __future__ import annotations
@@ -10,28 +9,35 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autopar.costing import Costed, Prepared, build, prepare
-from autopar.costing.candidate import Candidate, SearchResult
+from autopar.costing import Costed
 from autopar.costing.operators import Role
-from autopar.errors import InfeasibleError, InputError
-from autopar.fitting import fit, unlimited
+from autopar.errors import InputError
 from autopar.graph import OpGraph, check
 from autopar.mesh import Mesh, factorizations
+from autopar.micro_batches import coupling
 from autopar.options import Parallelism, PlanOptions
-from autopar.plans import Plan, StagePlan
+from autopar.plans import Plan
 from autopar.report import details
-from autopar.solver import Assignment, Problem, Status, solve
+from autopar.search.clock import Clock
+from autopar.search.evaluate import Evaluated, Evaluator
+from autopar.search.infeasible import infeasible
+from autopar.search.joint import JointSearch
+from autopar.search.space import Frame, Grid
+from autopar.search.stages import Solved
+from autopar.solver import Assignment, Limits, Problem, Status, solve
 from cost_models import Cluster, CostModel
 
 if TYPE_CHECKING:
     from torch import nn
 
 Progress = Callable[[str], None]
+LARGE = 600  # nodes of a stage's problem, above which it is solved to QUICK_GAP rather than to the end
+QUICK_GAP = 3e-3
 
 
 
@@ -65,7 +71,7 @@ def plan(
             "the batch as example_inputs="
         )
     chosen = merged_options(options, parallelism)
-    list(meshes(cluster.num_devices, chosen))  # contradictions are found before the model is traced
+    check_degrees(cluster.num_devices, chosen)  # contradictions are found before the model is traced
     start = time.perf_counter()
     graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn).graph
     seconds = time.perf_counter() - start
@@ -92,75 +98,71 @@ def plan_graph(
 ) -> Plan:
     """The best plan for a traced model; see :func:`plan`."""
     options = options or PlanOptions()
-    say = progress or (lambda message: None)
     check(graph)
-    clock = _Clock({"trace": tracing_seconds})
-    cost_model = CostModel(cluster)
-    with clock.phase("prepare"):
-        prepared = prepare(graph)
-    search = _Search(prepared, cost_model, options, clock, say)
-    candidates = search.candidates(list(meshes(cluster.num_devices, options)))
-    best = _best(candidates)
-    if best is None or best.stage is None:
-        raise _infeasible(candidates, search, cluster)
+    check_degrees(cluster.num_devices, options)
+    clock = Clock({"trace": tracing_seconds})
+    search = Search(graph, CostModel(cluster), options, clock, progress or (lambda message: None))
+    found = search.run()
+    if found.best is None:
+        raise infeasible(search)
     with clock.phase("alternatives"):
-        rivals = search.rivals(cluster)
-    stage = named_axes(best.stage, best.costed, best.assignment)
-    result = SearchResult(
-        best=replace(best, stage=stage),
-        candidates=tuple(candidates),
-        rivals=rivals,
-        lower_bound_seconds=min(candidate.lower_bound_seconds for candidate in candidates),
-    )
+        rivals = search.rivals(found.best)
+    best = replace(found.best, stages=named_axes(found.best.stages))
+    frame = best.frame
     plan = Plan(
         model=graph.model,
         num_devices=cluster.num_devices,
         graph_fingerprint=graph.fingerprint,
         cluster_fingerprint=cluster.fingerprint(),
         options=options.to_json(),
-        stages=(stage,),
+        stages=tuple(stage.plan for stage in best.stages),
+        schedule=frame.schedule,
+        num_micro_batches=frame.num_micro_batches,
+        cuts=best.cuts,
+        batch_size=graph.batch_size,
+        rank_order=rank_order(frame),
     )
     with clock.phase("report"):
-        document = details(plan, graph, cluster, options, result)
+        document = details(plan, graph, cluster, options, replace(found, best=best), rivals)
     return replace(plan, details=document, timings=clock.seconds)
 
 
 def meshes(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, ...], tuple[Role, ...]]]:
-    """Every mesh to try, with the role of each of its axes (``free`` where nothing is forced)."""
+    """Every mesh of so many devices to try, with the role of each of its axes (``free`` where nothing is forced)."""
     if options.mesh_shape is not None:
-        if math.prod(options.mesh_shape) != num_devices:
-            raise InputError(
-                f"mesh_shape={options.mesh_shape} has {math.prod(options.mesh_shape)} devices, the cluster {num_devices}; "
-                "give a shape of as many devices as the cluster has, or leave it out"
-            )
-        shapes = [options.mesh_shape]
+        shapes = [options.mesh_shape] if math.prod(options.mesh_shape) == num_devices else []
     else:
         shapes = factorizations(num_devices, options.max_mesh_axes)
-    forced = options.parallelism
-    data, tensor = forced.data, forced.tensor
+    data, tensor = options.parallelism.data, options.parallelism.tensor
     if data is None and tensor is None:
-        for shape in shapes:
-            yield shape, free_roles(shape)
+        yield from ((shape, free_roles(shape)) for shape in shapes)
         return
-    found = False
     for shape in shapes:
         for roles in itertools.product(("data", "tensor"), repeat=len(shape)):
             degrees = {role: math.prod(s for s, r in zip(shape, roles, strict=True) if r == role) for role in roles}
             if degrees.get("data", 1) == (data or degrees.get("data", 1)) and degrees.get("tensor", 1) == (
                 tensor or degrees.get("tensor", 1)
             ):
-                found = True
                 yield shape, roles  # type: ignore[misc]
-    if not found:
+
+
+def check_degrees(num_devices: int, options: PlanOptions) -> None:
+    """Raise InputError when what is forced cannot be laid out on so many devices."""
+    forced, shape = options.parallelism, options.mesh_shape
+    ranks = [forced.pipeline] if forced.pipeline else [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    if any(num_devices % n == 0 and any(True for _ in meshes(num_devices // n, options)) for n in ranks):
+        return
+    pipeline = f" x pipeline={forced.pipeline}" if forced.pipeline else ""
+    if shape is not None and forced.data is None and forced.tensor is None:
         raise InputError(
-            f"data={data} x tensor={tensor} cannot be laid out on {num_devices} devices"
-            f"{'' if options.mesh_shape is None else f' as a mesh of {options.mesh_shape}'}: the product of the forced "
-            f"degrees must be {num_devices} (a degree that is left out takes the rest)"
+            f"mesh_shape={shape} has {math.prod(shape)} devices{pipeline}, the cluster {num_devices}; give a shape of which "
+            "the devices, times the pipeline ranks, are as many as the cluster has, or leave it out"
         )
-
-
-def _by(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+    raise InputError(
+        f"data={forced.data} x tensor={forced.tensor}{pipeline} cannot be laid out on {num_devices} devices"
+        f"{'' if shape is None else f' as a mesh of {shape}'}: the product of the forced degrees must be {num_devices} (a "
+        "degree that is left out takes the rest)"
+    )
 
 
 def free_roles(shape: Sequence[int]) -> tuple[Role, ...]:
@@ -168,83 +170,35 @@ def free_roles(shape: Sequence[int]) -> tuple[Role, ...]:
     return tuple("free" for _ in shape)
 
 
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-
-    def phase(self, name: str) -> _Phase:
-        return _Phase(self.seconds, name)
-
-
-@dataclass
-class _Phase:
-    seconds: dict[str, float]
-    name: str
-    start: float = 0.0
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.start
-
-
-class _Search:
-    """Prices and solves one model on many meshes."""
+class Search(JointSearch):
+    """The joint search of one model on one cluster, with the plans that people write by hand."""
 
     def __init__(
-        self, prepared: Prepared, cost_model: CostModel, options: PlanOptions, clock: _Clock, say: Progress
+        self, graph: OpGraph, cost_model: CostModel, options: PlanOptions, clock: Clock, say: Progress
     ) -> None:
-        self.prepared, self.cost_model, self.options, self.clock, self.say = prepared, cost_model, options, clock, say
         self.started = time.perf_counter()
-
-    def candidates(self, tried: Sequence[tuple[tuple[int, ...], tuple[Role, ...]]]) -> list[Candidate]:
-        """The best plan of every mesh. Each is first sought without regard to memory; where that plan does not fit, and
-        is not slower anyway than what was found on another mesh, one that fits is sought, the most promising mesh first."""
-        found = [self.unlimited(shape, roles) for shape, roles in tried]
-        best_seconds = min((c.assignment.cost_seconds for c in found if not c.missing_bytes), default=math.inf)
-        for index in sorted(range(len(found)), key=lambda index: found[index].lower_bound_seconds):
-            candidate = found[index]
-            if not candidate.missing_bytes:
-                continue
-            if candidate.lower_bound_seconds >= best_seconds:
-                found[index] = replace(candidate, stage=None)
-                continue
-            self.say(f"mesh {_by(candidate.costed.mesh.shape)} within the memory")
-            with self.clock.phase("solve"):
-                fitted = fit(candidate.costed, candidate.available_bytes, self._solve, best_seconds)
-            if fitted.stage is not None:
-                best_seconds = min(best_seconds, fitted.assignment.cost_seconds)
-            if math.isinf(fitted.peak_bytes):  # nothing that fits is fast enough: what does not fit says more
-                fitted = replace(candidate, stage=None, lower_bound_seconds=fitted.lower_bound_seconds)
-            found[index] = fitted
-        return found
-
-    def unlimited(self, shape: tuple[int, ...], roles: tuple[Role, ...], what: str = "searching mesh") -> Candidate:
-        """The best plan on one mesh whether it fits or not. ``what`` is said of the progress."""
-        self.say(f"{what} {_by(shape)}")
-        names = tuple(f"axis{index}" for index in range(len(shape)))
-        with self.clock.phase("cost"):
-            costed = build(self.prepared, Mesh(shape, names), roles, self.cost_model, self.options)
-        with self.clock.phase("solve"):
-            return unlimited(costed, self.cost_model.min_device_memory_bytes(self.options.memory_margin), self._solve)
+        super().__init__(
+            graph, cost_model, options, self._solve, lambda size: list(meshes(size, options)), not coupling(graph), say, clock
+        )
 
     def _solve(self, problem: Problem) -> Assignment:
         left = None
         if self.options.time_limit_seconds is not None:
             left = max(self.options.time_limit_seconds - (time.perf_counter() - self.started), 1.0)
-        assignment = solve(problem, time_limit_seconds=left)
+        quick = problem.num_nodes > LARGE
+        limits = Limits(gap_target=QUICK_GAP, rounds=3, branch_ops=0, wide_branch_ops=0, ilp_pairs=0) if quick else None
+        assignment = solve(problem, time_limit_seconds=left, limits=limits)
         if assignment.status is Status.ERROR:
             raise InputError(f"the solver failed: {assignment.message}")
         return assignment
 
-    def rivals(self, cluster: Cluster) -> dict[str, Candidate]:
-        """The plans that people would write by hand, priced under the same costs, whether they fit or not.
+    def rivals(self, best: Evaluated) -> dict[str, Evaluated]:
+        """The plans that people would write by hand, in the best plan's micro-batches, priced under the same costs whether
+        they fit or not.
 
         Tensor parallelism as Megatron-LM has it: inside the nodes, with data parallelism across them.
         """
+        cluster = self.cost_model.cluster
         devices = cluster.num_devices
         inside = {node.num_devices for node in cluster.nodes}
         nodes = len(cluster.nodes) if len(inside) == 1 and len(cluster.nodes) < devices else 1
@@ -257,68 +211,44 @@ class _Search:
         }
         found = {}
         for name, (shape, roles, zero) in by_hand.items():
+            self.say(f"for comparison: {name}")
+            frame = Frame(Grid(1, shape, roles, (0,)), best.frame.num_micro_batches, "single", 1)
             options = replace(self.options, parallelism=Parallelism(zero=zero))
-            search = _Search(self.prepared, self.cost_model, options, self.clock, self.say)
-            found[name] = search.unlimited(shape, roles, f"for comparison: {name}")
+            found[name] = Evaluator(self.cost_model, options, self._solve).unlimited(frame, self.graph_of(frame))
         return found
 
 
-def named_axes(stage: StagePlan, costed: Costed, assignment: Assignment) -> StagePlan:
-    """The stage with axes named for what most of the work does along them: ``data``, ``tensor``, or ``replica`` where
-    every device does the same."""
-    assert assignment.choices is not None
+def rank_order(frame: Frame) -> tuple[int, ...]:
+    """The device ranks in the order of the pipeline ranks' places; empty where that is their own order."""
+    size = math.prod(frame.grid.mesh_shape)
+    found = tuple(run * size + place for run in frame.grid.order for place in range(size))
+    return () if found == tuple(range(len(found))) else found
+
+
+def named_axes(stages: Sequence[Solved]) -> tuple[Solved, ...]:
+    """The stages with axes named for what most of the work does along them: ``data``, ``tensor``, or ``replica`` where
+    every device does the same. All stages have the same names."""
+    costed = stages[0].candidate.costed
     work = {"data": np.zeros(costed.mesh.num_axes), "tensor": np.zeros(costed.mesh.num_axes)}
-    for operator in costed.prepared.graph.operators:
-        table = costed.operator_table(operator.id)
-        choice = assignment.choices[costed.nodes[operator.id]]
-        for axis, chosen in enumerate(table.strategies[choice].axes):
-            if chosen.letter is not None:
-                work["data" if chosen.splits_batch else "tensor"][axis] += table.flops[choice]
+    for stage in stages:
+        _add_work(work, stage.candidate.costed, stage.candidate.assignment)
     names: list[str] = []
     for axis in range(costed.mesh.num_axes):
         most = max(work, key=lambda name: float(work[name][axis]))
         name = most if work[most][axis] else "replica"
         same = sum(other.rstrip("23456789") == name for other in names)
         names.append(f"{name}{same + 1}" if same else name)
-    return replace(stage, mesh=Mesh(costed.mesh.shape, tuple(names)))
-
-
-def _best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest candidate that fits; of equal ones the mesh with fewer axes."""
-    fitting = [candidate for candidate in candidates if candidate.stage is not None]
-    return min(fitting, key=lambda c: (c.assignment.cost_seconds, c.costed.mesh.num_axes), default=None)
-
-
-def _infeasible(candidates: Sequence[Candidate], search: _Search, cluster: Cluster) -> InfeasibleError:
-    """The error for a model that does not fit: the smallest memory per device, and how many such devices would do."""
-    needed = min(candidate.peak_bytes for candidate in candidates)
-    available = candidates[0].available_bytes
-    if needed == math.inf:
-        return InfeasibleError("no plan satisfies what is forced, whatever the memory; force less")
-    more = _devices_that_do(search, cluster)
-    advice = f"{more} of these devices would do" if more else "more of these devices alone would not do"
-    smallest = math.ceil(needed / 2**30 * 100) / 100
-    return InfeasibleError(
-        f"no plan fits: the leanest one needs {smallest:.2f} GiB on each of {cluster.num_devices} devices, which have "
-        f"{available / 2**30:.2f} GiB for it (memory less the software's own and the margin); {smallest:.2f} GiB on each "
-        f"device would do; {advice}"
+    mesh = Mesh(costed.mesh.shape, tuple(names))
+    return tuple(
+        replace(stage, candidate=replace(stage.candidate, stage=replace(stage.plan, mesh=mesh))) for stage in stages
     )
 
 
-def _devices_that_do(search: _Search, cluster: Cluster) -> int | None:
-    """The smallest number of devices, by doubling the cluster's last node or its number, on which some plan fits."""
-    if not search.options.parallelism.is_free or search.options.mesh_shape is not None:
-        return None
-    node = cluster.nodes[-1]
-    for factor in (2, 4, 8, 16, 32, 64):
-        grown = (
-            replace(cluster, nodes=(replace(node, num_devices=node.num_devices * factor),))
-            if len(cluster.nodes) == 1 and node.num_devices * factor <= 8
-            else replace(cluster, nodes=cluster.nodes * factor)
-        )
-        larger = _Search(search.prepared, CostModel(grown), search.options, search.clock, search.say)
-        inside = grown.nodes[0].num_devices
-        for shape in dict.fromkeys([(grown.num_devices // inside, inside), (grown.num_devices,)]):
-            if larger.candidates([(shape, free_roles(shape))])[0].stage is not None:
-                return grown.num_devices
-    return None
+def _add_work(work: dict[str, np.ndarray], costed: Costed, assignment: Assignment) -> None:
+    assert assignment.choices is not None
+    for operator in costed.prepared.graph.operators:
+        table = costed.operator_table(operator.id)
+        choice = assignment.choices[costed.nodes[operator.id]]
+        for axis, chosen in enumerate(table.strategies[choice].axes):
+            if chosen.letter is not None:
+                work["data" if chosen.splits_batch else "tensor"][axis] += table.flops[choice]

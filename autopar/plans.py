@@ -14,12 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autopar.batching import at_batch, micro_batch_sizes
 from autopar.errors import PlanFileError
 from autopar.graph import BlockGroup, OpGraph
 from autopar.layout import Layout, layout_text, parse_layout
 from autopar.mesh import Mesh
+from autopar.staging import stage_graphs
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class StagePlan:
     ``sources`` gives the layouts of inputs, buffers and constants; ``shared`` the layout into which a value is converted
     once for a group of readers (``sharing.py`` names the groups); ``variants`` for each block group the variant of each
     block, counted from 0. Operators, parameters and shared conversions of a block are given for representatives only.
+    ``recompute`` gives for each block group what each block computes again in backward: ``none``, ``selective`` or
+    ``full``; blocks of one variant recompute alike. Of a stage of several, ``sources`` has the layouts of what it
+    receives, and ``sent`` the layouts in which it hands values to the next stage.
     """
 
     mesh: Mesh
@@ -58,11 +63,19 @@ class StagePlan:
     sources: Mapping[str, Layout]
     shared: Mapping[str, Layout]
     variants: Mapping[str, tuple[int, ...]]
+    recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sent: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a model runs on a cluster.
+
+    ``stages`` are in the order of the model; ``cuts`` names the first operator of each but the first
+    (``staging.stage_graphs``). ``schedule`` is a name of ``cost_models.SCHEDULES``, which says which pipeline rank has
+    which stages. Pipeline rank ``p`` of ``P`` is the ``p``-th of ``P`` equal runs of device ranks, unless ``rank_order``
+    gives for each place the device rank that takes it. A step runs ``num_micro_batches``, whose sizes
+    differ by ``micro_batch_unit`` samples at most (``batching.micro_batch_sizes``); each stage is planned for the largest.
 
     ``details`` is the report without its timings (see ``report.py``); ``timings`` are seconds spent planning, by phase,
     and are never saved: the same input gives the same file.
@@ -76,14 +89,35 @@ class Plan:
     stages: tuple[StagePlan, ...]
     schedule: str = "single"
     num_micro_batches: int = 1
+    cuts: tuple[str, ...] = ()
+    batch_size: int = 0
+    micro_batch_unit: int = 1
+    rank_order: tuple[int, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of what the program depends on."""
-        document = {"graph": self.graph_fingerprint, "stages": [_stage_json(stage) for stage in self.stages]}
+        document = {"graph": self.graph_fingerprint, **self._execution()}
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+    def _execution(self) -> dict[str, Any]:
+        """What the program depends on, as JSON."""
+        return {
+            "schedule": self.schedule,
+            "num_micro_batches": self.num_micro_batches,
+            "batch_size": self.batch_size,
+            "micro_batch_unit": self.micro_batch_unit,
+            "cuts": list(self.cuts),
+            "rank_order": list(self.rank_order),
+            "stages": [_stage_json(stage) for stage in self.stages],
+        }
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of the largest micro-batch, over all devices."""
+        return micro_batch_sizes(self.batch_size, self.num_micro_batches, self.micro_batch_unit)[0]
 
     @property
     def options_fingerprint(self) -> str:
@@ -106,9 +140,7 @@ class Plan:
                 "options": self.options_fingerprint,
             },
             "options": self.options,
-            "schedule": self.schedule,
-            "num_micro_batches": self.num_micro_batches,
-            "stages": [_stage_json(stage) for stage in self.stages],
+            **self._execution(),
             "report": self.details,
         }
         return {**document, "checksum": _checksum(document)}
@@ -157,6 +189,10 @@ class Plan:
                 stages=tuple(_stage_from_json(stage) for stage in document["stages"]),
                 schedule=document["schedule"],
                 num_micro_batches=document["num_micro_batches"],
+                cuts=tuple(document["cuts"]),
+                batch_size=document["batch_size"],
+                micro_batch_unit=document["micro_batch_unit"],
+                rank_order=tuple(document["rank_order"]),
                 details=document["report"],
             )
             written, found = document["checksum"], _checksum({k: v for k, v in document.items() if k != "checksum"})
@@ -185,6 +221,11 @@ def check_fingerprint(plan: Plan, graph: OpGraph, origin: str = "the plan") -> N
             f"{origin} was made for another model: its graph is {plan.graph_fingerprint[:12]} ({plan.model}), this one is "
             f"{graph.fingerprint[:12]} ({graph.model}, batch {graph.batch_size}); plan this model, with these input sizes"
         )
+
+
+def graphs_of(plan: Plan, graph: OpGraph) -> tuple[OpGraph, ...]:
+    """The graph of each stage, at the size of the plan's largest micro-batch."""
+    return stage_graphs(at_batch(graph, plan.micro_batch_size), plan.cuts)
 
 
 class Resolved:
@@ -255,6 +296,8 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
         "sources": {name: layout_text(layout) for name, layout in stage.sources.items()},
         "shared": {name: layout_text(layout) for name, layout in stage.shared.items()},
         "variants": {name: list(variants) for name, variants in stage.variants.items()},
+        "recompute": {name: list(modes) for name, modes in stage.recompute.items()},
+        "sent": {name: layout_text(layout) for name, layout in stage.sent.items()},
     }
 
 
@@ -272,6 +315,8 @@ def _stage_from_json(document: Mapping[str, Any]) -> StagePlan:
         sources={name: parse_layout(layout) for name, layout in document["sources"].items()},
         shared={name: parse_layout(layout) for name, layout in document["shared"].items()},
         variants={name: tuple(variants) for name, variants in document["variants"].items()},
+        recompute={name: tuple(modes) for name, modes in document["recompute"].items()},
+        sent={name: parse_layout(layout) for name, layout in document["sent"].items()},
     )
 
 

@@ -6,13 +6,17 @@ This is the only place that says how a layout becomes another. Costing prices th
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from autopar.layout import (
+    PARTIAL,
     REPLICATED,
+    SUMMED_GRADIENT,
     Layout,
     Shard,
     State,
@@ -20,8 +24,10 @@ from autopar.layout import (
     local_shape,
 )
 
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
 # name -> (collective of the forward pass, collective of the backward pass)
-COLLECTIVES: dict[str, tuple[str | None, str | None]] = {
+COLLECTIVES: dict[str, tuple[CollectiveKind | None, CollectiveKind | None]] = {
     "copy_to": (None, "all_reduce"),  # R -> G, Megatron's f
     "reduce_from": ("all_reduce", None),  # P -> R, Megatron's g
     "all_reduce": ("all_reduce", "all_reduce"),  # P -> G
@@ -53,28 +59,39 @@ class Traffic:
     """A collective on one axis: ``num_bytes`` as of ``cost_models.collectives`` (all-gather: of the gathered result)."""
 
     axis: int
-    kind: str
+    kind: CollectiveKind
     num_bytes: int
+
+
+WHOLES = (REPLICATED, SUMMED_GRADIENT, PARTIAL)  # numbered so; shards have the numbers after these
+# How two states go together: not two shards of one dim, two that cut one another's pieces, two that are independent.
+APART, NESTED, INDEPENDENT = 0, 1, 2
+_NAMES = {
+    "SR": "gather", "SG": "all_gather", "SP": "pad_shard", "RS": "scatter", "GS": "take_shard", "PS": "reduce_scatter",
+    "RG": "copy_to", "PR": "reduce_from", "PG": "all_reduce", "RP": "keep_first", "GP": "keep_first_both",
+    "GR": "keep_first_gradient",
+}  # fmt: skip
+
+
+def relation(one: State, other: State) -> int:
+    """How two states go together."""
+    if not (isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim):
+        return APART
+    return INDEPENDENT if independent(one.cut, other.cut) else NESTED
 
 
 def step_name(source: State, target: State) -> str | None:
     """Name of the step between two states of one axis; None where nothing is to be done; ``""`` where none is direct."""
     if source == target:
         return None
-    if isinstance(source, Shard):
-        if isinstance(target, Shard):
-            return "all_to_all" if source.dim != target.dim else ""
-        return {"R": "gather", "G": "all_gather", "P": "pad_shard"}[target.name]
-    if isinstance(target, Shard):
-        return {"R": "scatter", "G": "take_shard", "P": "reduce_scatter"}[source.name]
-    return {
-        ("R", "G"): "copy_to",
-        ("P", "R"): "reduce_from",
-        ("P", "G"): "all_reduce",
-        ("R", "P"): "keep_first",
-        ("G", "P"): "keep_first_both",
-        ("G", "R"): "keep_first_gradient",
-    }[source.name, target.name]
+    letters = ("S" if isinstance(state, Shard) else state.name for state in (source, target))
+    return _name("".join(letters), relation(source, target))
+
+
+def _name(letters: str, related: int) -> str:
+    if letters == "SS":
+        return "all_to_all" if related == APART else ""
+    return _NAMES[letters]
 
 
 # What shrinks the tensor comes first, what makes it larger comes last.
@@ -84,77 +101,107 @@ _ORDER = (
 )  # fmt: skip
 
 
-@lru_cache(maxsize=1 << 20)
+@lru_cache(maxsize=1 << 16)
 def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     """The steps from ``source`` to ``target``, in the order of the forward pass; the backward pass takes them in reverse.
 
     An axis whose piece of a dim is cut further by a later axis cannot change alone: the later one is gathered first and
     cut again afterwards.
     """
+    states = (*source, *target)
+    numbers: dict[State, int] = {state: number for number, state in enumerate(WHOLES)}
+    pattern = tuple(numbers.setdefault(state, len(numbers)) for state in states)
+    relations = tuple(relation(one, other) for one, other in itertools.combinations(states, 2))
     found: list[Step] = []
     current = list(source)
-    for _ in range(4 * len(source) + 1):
-        if tuple(current) == target:
+    for axis, name in path(pattern, relations):
+        after = state_after(name, target[axis])
+        found.append(Step(axis, name, current[axis], after))
+        current[axis] = after
+    return tuple(found)
+
+
+def state_after(name: str, wanted: State) -> State:
+    """The state that a step on the way to ``wanted`` leads to: what is gathered may be cut again later."""
+    return REPLICATED if name == "gather" else wanted
+
+
+_Relations = Mapping[tuple[int, int], int]
+_Numbers = tuple[int, ...]  # a layout, its states numbered
+
+
+def path(pattern: tuple[int, ...], relations: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
+    """Axis and name of each step between two layouts, from all that it depends on: few patterns, many layouts.
+
+    ``pattern``: the states of the source and then of the target, as numbers: :data:`WHOLES`, then the shards in the order
+    in which they appear. ``relations``: of every two of these states, in the order of ``itertools.combinations``.
+    """
+    pairs = tuple(itertools.combinations(pattern, 2))
+    related = dict(zip(pairs, relations, strict=True))
+    related.update(((other, one), related[one, other]) for one, other in pairs)
+    num_axes = len(pattern) // 2
+    current, target = pattern[:num_axes], pattern[num_axes:]
+    found: list[tuple[int, str]] = []
+    for _ in range(4 * num_axes + 1):
+        if current == target:
             return tuple(found)
-        step = _next_step(tuple(current), target)
-        found.append(step)
-        current[step.axis] = step.target
-    raise AssertionError(f"no way found from {source} to {target}")
+        axis, name = _next_step(current, target, related)
+        found.append((axis, name))
+        current = _with(current, axis, 0 if name == "gather" else target[axis])
+    raise AssertionError(f"no way found for {pattern} with {relations}")
 
 
-def _next_step(current: Layout, target: Layout) -> Step:
+def _with(layout: _Numbers, axis: int, state: int) -> _Numbers:
+    return (*layout[:axis], state, *layout[axis + 1 :])
+
+
+def _letter(state: int) -> str:
+    return WHOLES[state].name if state < len(WHOLES) else "S"
+
+
+def _next_step(current: _Numbers, target: _Numbers, related: _Relations) -> tuple[int, str]:
     direct = []
     for axis, (state, wanted) in enumerate(zip(current, target, strict=True)):
-        name = step_name(state, wanted)
-        after = (*current[:axis], wanted, *current[axis + 1 :])
-        if name and _is_innermost(current, axis) and _is_innermost(after, axis) and _outer_cuts_done(current, target, axis):
-            direct.append(Step(axis, name, state, wanted))
+        if state == wanted or not _is_innermost(current, axis, related):
+            continue
+        name = _name(_letter(state) + _letter(wanted), related.get((state, wanted), APART))
+        after = _with(current, axis, wanted)
+        if name and _is_innermost(after, axis, related) and _outer_cuts_done(current, target, axis, related):
+            direct.append((axis, name))
     if direct:
-        return min(direct, key=lambda step: (_ORDER.index(step.name), -step.axis))
+        return min(direct, key=lambda step: (_ORDER.index(step[1]), -step[0]))
     # Clear the way: gather the innermost axis that stands on a dim which must change.
     for axis in reversed(range(len(current))):
-        state = current[axis]
-        if isinstance(state, Shard) and _in_the_way(current, target, axis):
-            return Step(axis, "gather", state, REPLICATED)
+        if current[axis] >= len(WHOLES) and _in_the_way(current, target, axis, related):
+            return axis, "gather"
     raise AssertionError(f"no step leads from {current} to {target}")
 
 
-def _is_innermost(layout: Layout, axis: int) -> bool:
+def _is_innermost(layout: _Numbers, axis: int, related: _Relations) -> bool:
     """Whether no later axis cuts the piece that this axis holds, so that it can be joined or cut by itself."""
-    state = layout[axis]
-    if not isinstance(state, Shard):
-        return True
-    later = (other for other in layout[axis + 1 :] if isinstance(other, Shard) and other.dim == state.dim)
-    return all(independent(state.cut, other.cut) for other in later)
+    return all(related.get((layout[axis], other)) != NESTED for other in layout[axis + 1 :])
 
 
-def _outer_cuts_done(current: Layout, target: Layout, axis: int) -> bool:
+def _outer_cuts_done(current: _Numbers, target: _Numbers, axis: int, related: _Relations) -> bool:
     """Whether every earlier axis that ``axis`` will cut further already stands as it shall."""
-    wanted = target[axis]
-    if not isinstance(wanted, Shard):
-        return True
-    for earlier in range(axis):
-        if current[earlier] != target[earlier]:
-            for state in (current[earlier], target[earlier]):
-                if isinstance(state, Shard) and state.dim == wanted.dim and not independent(wanted.cut, state.cut):
-                    return False
-    return True
+    return not any(
+        related.get((target[axis], state)) == NESTED
+        for earlier in range(axis)
+        if current[earlier] != target[earlier]
+        for state in (current[earlier], target[earlier])
+    )
 
 
-def _in_the_way(current: Layout, target: Layout, axis: int) -> bool:
+def _in_the_way(current: _Numbers, target: _Numbers, axis: int, related: _Relations) -> bool:
     """Whether a sharded axis must change itself, or an axis before it on the same dim must."""
-    if current[axis] != target[axis] and _is_innermost(current, axis):
-        return True
-    state = current[axis]
-    assert isinstance(state, Shard)
-    for earlier in range(axis):
-        for layout in (current, target):
-            other = layout[earlier]
-            if current[earlier] == target[earlier] or not isinstance(other, Shard) or other.dim != state.dim:
-                continue
-            if not independent(state.cut, other.cut):
-                return _is_innermost(current, axis)
-    return False
+    if not _is_innermost(current, axis, related):
+        return False
+    return current[axis] != target[axis] or any(
+        related.get((current[axis], state)) == NESTED
+        for earlier in range(axis)
+        if current[earlier] != target[earlier]
+        for state in (current[earlier], target[earlier])
+    )
 
 
 def step_traffic(

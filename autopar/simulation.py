@@ -1,13 +1,16 @@
 """Many ranks in one process: a thread each, over torch's threaded process group, with real values on the CPU.
 
 For tests and for verifying plans larger than the machine. torch offers this for its own tests only; this module is the one
-place that touches it. Random number generators are shared by the ranks: seed and draw before, or use a generator per rank.
+place that touches it. Its group has no messages from rank to rank: while a simulation runs, a :class:`Mail` gives it some,
+so that torch's own send, recv, isend, irecv and batch_isend_irecv work. Random number generators are shared by the ranks:
+seed and draw before, or use a generator per rank.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -27,6 +31,71 @@ _GRACE_SECONDS = 5.0  # for ranks to leave after another one failed
 
 class SimulationError(AutoparError, RuntimeError):
     """Simulated ranks did not come to an end in time."""
+
+
+class Mail:
+    """Messages under way, each by (group, source, destination, tag) and its number among those of the same four."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Condition()
+        self._messages: dict[tuple[Any, ...], Tensor] = {}
+        self._numbers: Counter[tuple[Any, ...]] = Counter()
+
+    def send(self, address: tuple[Any, ...], tensor: Tensor) -> None:
+        """Leave a copy for the receiver."""
+        with self._arrived:
+            self._messages[self._numbered("sent", address)] = tensor.detach().clone()
+            self._arrived.notify_all()
+
+    def receive(self, address: tuple[Any, ...], tensor: Tensor) -> Callable[[], None]:
+        """A function that waits for the next message and copies it into ``tensor``."""
+        with self._arrived:
+            key = self._numbered("received", address)
+
+        def wait() -> None:
+            with self._arrived:
+                self._arrived.wait_for(lambda: key in self._messages or _is_over())
+                if key not in self._messages:
+                    raise SystemExit
+                message = self._messages.pop(key)
+            if message.shape != tensor.shape or message.dtype != tensor.dtype:
+                raise SimulationError(
+                    f"a message of {tuple(message.shape)} {message.dtype} was received as {tuple(tensor.shape)} {tensor.dtype}"
+                )
+            tensor.detach().copy_(message)
+
+        return wait
+
+    def wake(self) -> None:
+        """Have all waiting ranks look whether the simulation is over."""
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def _numbered(self, way: str, address: tuple[Any, ...]) -> tuple[Any, ...]:
+        number = self._numbers[way, address]
+        self._numbers[way, address] += 1
+        return (*address, number)
+
+
+class _Message(dist.Work):
+    """The handle of one message; a sent one is done at once."""
+
+    def __init__(self, receive: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._receive = receive
+
+    def wait(self, timeout: Any = None) -> bool:
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            receive()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._receive is None
+
+
+def _is_over() -> bool:
+    return multi_threaded_pg.ProcessLocalGroup._terminate.is_set()
 
 
 def run_ranks(
@@ -92,10 +161,28 @@ def _rank_main(
         pass  # how the threaded group ends the ranks that wait for one that failed
     except BaseException as error:
         failures.append((rank, error))
-        multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+        _end_all(error)
     finally:
         # Not destroy_process_group: ranks that failed cannot take part in anything. The world is this thread's own.
         _forget_groups()
+
+
+def _end_all(error: BaseException | None) -> None:
+    """Have every rank that waits for another one leave."""
+    group: Any = multi_threaded_pg.ProcessLocalGroup
+    group.exception_handle(error)
+    mail = getattr(group, "mail", None)
+    if mail is not None:
+        mail.wake()
+
+
+def _send(group: Any, tensors: list[Tensor], destination: int, tag: int) -> _Message:
+    group.mail.send((group.pg_name, group.rank(), destination, tag), tensors[0])
+    return _Message()
+
+
+def _receive(group: Any, tensors: list[Tensor], source: int, tag: int) -> _Message:
+    return _Message(group.mail.receive((group.pg_name, source, group.rank(), tag), tensors[0]))
 
 
 def _forget_groups() -> None:
@@ -115,7 +202,7 @@ def _join(threads: list[threading.Thread], failures: list[Any], timeout_seconds:
             thread.join(0.05)
     stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if stuck:
-        multi_threaded_pg.ProcessLocalGroup.exception_handle(None)
+        _end_all(None)
         end = time.monotonic() + _GRACE_SECONDS
         for rank in stuck:
             threads[rank].join(max(0.0, end - time.monotonic()))
@@ -132,6 +219,8 @@ def _threaded_groups() -> Iterator[None]:
     multi_threaded_pg.ProcessLocalGroup.reset()
     multi_threaded_pg._install_threaded_pg()
     threaded._store_based_barrier = _barrier
+    group = threaded.ProcessLocalGroup
+    group.mail, group.send, group.recv = Mail(), _send, _receive
     isolates(True)
     torch.set_num_threads(1)
     try:
@@ -140,6 +229,7 @@ def _threaded_groups() -> Iterator[None]:
         torch.set_num_threads(num_threads)
         isolates(False)
         threaded._store_based_barrier = barrier
+        del group.mail, group.send, group.recv
         multi_threaded_pg._uninstall_threaded_pg()
         if not any(thread.name.startswith("simulated rank") and thread.is_alive() for thread in threading.enumerate()):
             multi_threaded_pg.ProcessLocalGroup.reset()
@@ -151,7 +241,7 @@ def _barrier(rank: int, store: dist.Store, name: str, world_size: int, timeout: 
     key = f"barrier:{name}"
     arrived = store.add(key, 1)
     while arrived < world_size:
-        if multi_threaded_pg.ProcessLocalGroup._terminate.is_set():
+        if _is_over():
             raise SystemExit
         time.sleep(0.0005)
         arrived = store.add(key, 0)

@@ -31,6 +31,23 @@ from cost_models.memory import (
 )
 from cost_models.model import CostModel
 from cost_models.parts import Device, DeviceKind, Link
+from cost_models.schedule import (
+    Hops,
+    Simulation,
+    Span,
+    StageTimes,
+    lower_bound_seconds,
+    simulate,
+    step_seconds_only,
+)
+from cost_models.schedule_orders import (
+    SCHEDULES,
+    Action,
+    in_flight,
+    orders,
+    placement,
+    problem_with,
+)
 
 __all__ = [
     "COLLECTIVE_KINDS",
@@ -38,6 +55,8 @@ __all__ = [
     "LINKS",
     "OPERATOR_KINDS",
     "OPTIMIZERS",
+    "SCHEDULES",
+    "Action",
     "AxisCost",
     "Cluster",
     "ClusterError",
@@ -45,11 +64,15 @@ __all__ = [
     "CostModel",
     "Device",
     "DeviceKind",
+    "Hops",
     "Line",
     "Link",
     "Node",
     "OperatorKind",
     "OptimizerStates",
+    "Simulation",
+    "Span",
+    "StageTimes",
     "axis_cost",
     "axis_groups",
     "collective_seconds",
@@ -58,10 +81,17 @@ __all__ = [
     "find_link",
     "find_optimizer",
     "gradient_bytes",
+    "in_flight",
+    "lower_bound_seconds",
     "operator_seconds",
     "optimizer_state_bytes",
+    "orders",
     "parameter_bytes",
+    "placement",
+    "problem_with",
     "rounded_bytes",
     "shard_elements",
+    "simulate",
+    "step_seconds_only",
     "usable_bytes",
 ]

@@ -90,6 +90,22 @@ class CostModel:
             self._axes[key] = axis_cost(self.cluster, axis_groups(size, stride, first, count))
         return self._axes[key]
 
+    def hop_seconds(self, first: int, second: int, count: int, num_bytes: float) -> float:
+        """Seconds of sending ``num_bytes`` from each of ``count`` ranks from ``first`` to the one at the same place from
+        ``second``, all at the same time; 0 between ranks and themselves, or for no bytes.
+
+        Raises:
+            ValueError: ranks outside of the cluster.
+        """
+        if first == second or num_bytes <= 0:
+            return 0.0
+        self._mesh(first, count)
+        self._mesh(second, count)
+        key = (-1, first, second, count)
+        if key not in self._axes:
+            self._axes[key] = axis_cost(self.cluster, [[first + i, second + i] for i in range(count)])
+        return float(self._axes[key].seconds("send_recv", np.array([num_bytes]))[0])
+
     def devices(self, offset_devices: int | None = None, num_devices: int | None = None) -> tuple[Device, ...]:
         """The distinct devices of a mesh, in order of rank."""
         mesh = self._mesh(offset_devices, num_devices)

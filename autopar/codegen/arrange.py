@@ -8,13 +8,14 @@ operators, plans, parameters and the layouts of all that enters and leaves agree
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from autopar.codegen.conversions import Key, Wiring
 from autopar.graph import Block, Buffer, Operator, Ref
+from autopar.micro_batches import Term
 
 STAGE = -1
 
@@ -38,26 +39,42 @@ class Call:
     """Consecutive blocks of one kind, called in a loop when there are several.
 
     ``chain`` says of each input whether it is an output of the block before (which one), or the same for all (None).
+    ``again``: backward computes all of each block again.
     """
 
     blocks: tuple[int, ...]
     chain: tuple[int | None, ...]
+    again: bool = False
 
 
 Item = Operator | Key | Call  # in the stage: an operator, a group conversion, or blocks
 
 
 class Arrangement:
-    """The places of a program. ``bodies`` by place; ``kind_of`` a block's kind, numbered by first appearance."""
+    """The places of a program, or of one stage of it. ``bodies`` by place; ``kind_of`` a block's kind, numbered by first
+    appearance; ``modes`` what backward computes again of each block (``recompute.MODES``). ``terms``: see ``Scope``;
+    ``apart`` are parameters that are in no block, as another stage has them too.
+    """
 
-    def __init__(self, wiring: Wiring) -> None:
+    def __init__(
+        self, wiring: Wiring, terms: Mapping[str, Term] | None = None, apart: Container[str] = ()
+    ) -> None:
         self.wiring = wiring
         self.graph = wiring.graph
+        self.terms = terms or {}
+        self.apart = apart
         groups = [(group.name, block) for group in self.graph.block_groups for block in group.blocks]
         order, dissolved = _schedule(wiring, [block for _, block in groups])
         kept = [pair for index, pair in enumerate(groups) if index not in dissolved]
         self.blocks: list[Block] = [block for _, block in kept]
         self.groups: list[str] = [name for name, _ in kept]
+        chosen = wiring.resolved.stage.recompute
+        modes = {
+            block.path: mode
+            for group in self.graph.block_groups
+            for block, mode in zip(group.blocks, chosen.get(group.name, ("none",) * len(group.blocks)), strict=True)
+        }
+        self.modes: list[str] = [modes[block.path] for block in self.blocks]
         self.place_of = {name: index for index, block in enumerate(self.blocks) for name in block.operators}
         self.bodies = {place: Body() for place in (STAGE, *range(len(self.blocks)))}
         for operator in order:
@@ -108,7 +125,7 @@ class Arrangement:
                 readers.setdefault(key[0], set()).add(place)
         for value, conversion in ((key[0], place) for key, place in self.conversion_place.items()):
             readers.setdefault(value, set()).add(conversion)
-        for value in [output.value for output in self.graph.outputs]:
+        for value in [*(output.value for output in self.graph.outputs), *self.graph.sent]:
             readers.setdefault(value, set()).add(STAGE)
         for buffer in self.graph.buffers:
             if buffer.updated:
@@ -117,7 +134,10 @@ class Arrangement:
         named: list[tuple[str, tuple[str, ...]]] = [(p.value, p.names) for p in self.graph.parameters]
         named += [(b.value, b.names) for b in self.graph.buffers]
         own = {block.path: index for index, block in enumerate(self.blocks)}
-        found = {value: self._home(readers.get(value, set()), names, own) for value, names in named}
+        found = {
+            value: STAGE if value in self.apart else self._home(readers.get(value, set()), names, own)
+            for value, names in named
+        }
         for constant in self.graph.constants:
             places = readers.get(constant.value, set())
             found[constant.value] = places.pop() if len(places) == 1 else STAGE
@@ -148,6 +168,7 @@ class Arrangement:
             wanted += [(buffer.updated, "") for buffer in body.updates if buffer.updated]
             if place == STAGE:
                 wanted += [(output.value, "") for output in self.graph.outputs]
+                wanted += [(value, "") for value in self.graph.sent]
                 wanted += [(self.graph.loss, "")] if self.graph.loss else []
             for key in wanted:
                 home = self.made_at(key)
@@ -198,11 +219,13 @@ class Arrangement:
             module = operator.module.removeprefix(path)
             arguments = _blank((operator.args, operator.kwargs))
             results = tuple(self._facts(value) if value else None for value in operator.outputs)
-            called.append((operator.target, arguments, read, plan.inputs, plan.outputs, module, results))
+            term = self.terms.get(operator.id)
+            called.append((operator.target, arguments, read, plan.inputs, plan.outputs, module, results, term))
         outputs = tuple((words[key[0]], key[1]) for key in body.outputs)
         updates = tuple((self._own_name(b.value, path), words.get(b.updated or "")) for b in body.updates)
         sources = tuple(self._describe_source(value, path) for value in body.sources)
-        return (self.groups[place], inputs, tuple(called), outputs, updates, sources)
+        methods = self.modes[place] == "selective"
+        return (self.groups[place], inputs, tuple(called), outputs, updates, sources, methods)
 
     def _facts(self, value: str) -> tuple[Any, ...]:
         described = self.graph.values[value]
@@ -261,12 +284,13 @@ class Arrangement:
 
     def _append_call(self, items: list[Item], place: int) -> None:
         last = items[-1] if items else None
-        if isinstance(last, Call) and self.kind_of[last.blocks[-1]] == self.kind_of[place]:
+        again = self.modes[place] == "full"
+        if isinstance(last, Call) and self.kind_of[last.blocks[-1]] == self.kind_of[place] and last.again == again:
             chain = self._chain(last.blocks[-1], place)
             if chain is not None and (len(last.blocks) == 1 or chain == last.chain):
-                items[-1] = Call((*last.blocks, place), chain)
+                items[-1] = Call((*last.blocks, place), chain, again)
                 return
-        items.append(Call((place,), (None,) * len(self.bodies[place].inputs)))
+        items.append(Call((place,), (None,) * len(self.bodies[place].inputs), again))
 
     def _chain(self, before: int, after: int) -> tuple[int | None, ...] | None:
         """How the inputs of a block follow from those and the results of the block before; None when they do not."""

@@ -1,11 +1,11 @@
-"""Calls that must know the mesh: their local result alone is not the local part of the whole result."""
+"""Calls that must know the mesh or the micro-batch: their local result alone is not the local part of the whole result."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 
-from autopar.codegen.called import Called, joined
+from autopar.codegen.called import SHARE, Called, joined
 from autopar.codegen.local_sizes import num_parts, same_everywhere, size_at
 from autopar.codegen.scope import AxisCuts
 from autopar.strategies.loss import ELEMENTWISE_LOSSES, MEAN, SUM, reduction_of
@@ -53,9 +53,11 @@ def _cross_entropy(call: Called) -> str:
     classes = 1 if len(call.input_shape()) > 1 else 0
     vocab = call.input_cuts(classes)
     rows = _axes_cutting(call, range(len(call.input_shape(1))), 1) if reduction == MEAN else []
-    if not vocab and not rows:
+    if call.count is not None:  # a number for all devices and micro-batches
+        options.append(f"count={call.count}")
+    elif not vocab and not rows:
         return joined(call.scope.functional("cross_entropy"), [logits, labels, *options])
-    if rows:
+    elif rows:
         options.append(f"batch_axes={_tuple(call.scope.axis(axis) for axis in rows)}")
     if vocab:
         options.append(f"vocab={call.scope.split(call.input_shape()[classes], vocab, 'vocab')}")
@@ -68,10 +70,11 @@ def _nll(call: Called) -> str:
     options = [] if weight is None else [f"weight={call.names[weight]}"]
     if call.given(4, "ignore_index", -100) != -100:
         options.append(f"ignore_index={call.given(4, 'ignore_index')}")
-    reduction = call.given(3, "reduction", MEAN)
+    reduction = SUM if call.count else call.given(3, "reduction", MEAN)
     if reduction != MEAN:
         options.append(f'reduction="{_REDUCTIONS[reduction]}"')
-    return joined(call.scope.functional("nll_loss"), [*call.names[:2], *options])
+    text = joined(call.scope.functional("nll_loss"), [*call.names[:2], *options])
+    return f"{text} / {call.count}" if call.count else text
 
 
 def _axes_cutting(call: Called, dims: Iterable[int], index: int = 0) -> list[int]:
@@ -121,8 +124,18 @@ def _averaged(
         return local
     if all(_is_even(call, shape[dim], some) for dim, some in split):
         return f"{local} / {math.prod(num_parts(some, call.scope) for _, some in split)}"
-    call.scope.fixed_batch = True  # the count is a number
-    return joined(call.scope.runtime("partial_mean"), arguments(str(math.prod(shape[dim] for dim in kept))))
+    return joined(call.scope.runtime("partial_mean"), arguments(_number_of_elements(call, kept)))
+
+
+def _number_of_elements(call: Called, dims: Iterable[int], index: int = 0) -> str:
+    """How many elements some dims of an input have in all: a number, which follows the size of micro-batches."""
+    averaged, shape = set(dims), call.input_shape(index)
+    count = math.prod(shape[dim] for dim in averaged)
+    if call.scope.num_micro_batches > 1:
+        follows = averaged.intersection(call.graph.values[call.operator.inputs[index]].batch_dims)
+        return call.scope.batch_literal(count) if follows else str(count)
+    call.scope.fixed_batch = True
+    return str(count)
 
 
 def _is_even(call: Called, size: int, cuts: AxisCuts) -> bool:
@@ -143,8 +156,8 @@ def _elementwise_loss(call: Called) -> str:
         if not _axes_cutting(call, range(len(shape)), widest):
             return plain
         if widest:
-            call.scope.fixed_batch = True
-            return joined(call.scope.runtime("partial_mean"), [each, "None", "False", str(math.prod(shape))])
+            count = _number_of_elements(call, range(len(shape)), widest)
+            return joined(call.scope.runtime("partial_mean"), [each, "None", "False", count])
         return _averaged(call, plain, shape, range(len(shape)), lambda count: [each, "None", "False", count])
     word = '"sum"' if reduction == SUM else '"none"'
     return joined(function, [*tensors, *options, f"reduction={word}"])
@@ -167,12 +180,23 @@ def _loss_options(call: Called) -> list[str]:
     return options
 
 
+def _scaled(write: Callable[[Called], str]) -> Callable[[Called], str]:
+    """A mean over this micro-batch, as a term of the mean over all of them."""
+
+    def written(call: Called) -> str:
+        text = write(call)
+        shares = call.term is not None and call.term.kind == "share" and not call.term.inputs
+        return f"{text} * {SHARE}" if shares else text
+
+    return written
+
+
 AXIS_AWARE: dict[str, Callable[[Called], str]] = {
     "aten.embedding.default": _embedding,
-    "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.cross_entropy_loss.default": _scaled(_cross_entropy),
     **{f"aten.{name}.default": _nll for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")},
     "aten.batch_norm.default": _batch_norm,
-    "aten.mean.default": _mean,
-    "aten.mean.dim": _mean,
-    **{f"aten.{name}.default": _elementwise_loss for name in ELEMENTWISE_LOSSES},
+    "aten.mean.default": _scaled(_mean),
+    "aten.mean.dim": _scaled(_mean),
+    **{f"aten.{name}.default": _scaled(_elementwise_loss) for name in ELEMENTWISE_LOSSES},
 }

@@ -8,8 +8,9 @@ of a dim made of several letters the first that is long enough carries the batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from autopar.batching import follows_batch
 from autopar.graph import BatchLiteral, Operator, OpGraph
 from autopar.layout import Layout, Shard
 from autopar.plans import Resolved
@@ -34,6 +35,7 @@ class BatchDims:
         self._dims: dict[str, set[int]] = {
             entry.value: {entry.batch_dim} for entry in graph.inputs if entry.batch_dim is not None
         }
+        self._dims.update({value: set(graph.values[value].batch_dims) for value in graph.received})
         for operator in graph.operators if self._dims else ():
             if operator.id not in repeated:
                 self._follow(operator)
@@ -100,9 +102,17 @@ def _written_dims(tree: object, shape: tuple[int, ...]) -> set[int]:
     return {dim for item in tree for dim in _written_dims(item, shape)}
 
 
+def programs_multiple(stages: Sequence[tuple[OpGraph, Resolved]], dims: Sequence[BatchDims]) -> int | None:
+    """What the batch sizes of a program of several stages must be a multiple of; None when it works for one only."""
+    found = [batch_multiple(graph, resolved, own) for (graph, resolved), own in zip(stages, dims, strict=True)]
+    known = [multiple for multiple in found if multiple is not None]
+    multiple = math.lcm(*known)
+    return multiple if len(known) == len(found) and stages[0][0].batch_size % multiple == 0 else None
+
+
 def batch_multiple(graph: OpGraph, resolved: Resolved, dims: BatchDims) -> int | None:
     """What other batch sizes must be a multiple of; None when the program works for the planned batch only."""
-    if all(entry.batch_dim is None for entry in graph.inputs):
+    if not follows_batch(graph):
         return None
     multiple = 1
     mesh_shape = resolved.stage.mesh.shape
@@ -118,6 +128,8 @@ def batch_multiple(graph: OpGraph, resolved: Resolved, dims: BatchDims) -> int |
 def layouts_of(graph: OpGraph, resolved: Resolved) -> Iterator[tuple[str, Layout]]:
     """Every layout that a value is made or read in; of blocks of one variant those of one."""
     yield from ((entry.value, resolved.layout(entry.value)) for entry in graph.inputs)
+    yield from ((value, resolved.layout(value)) for value in graph.received)
+    yield from ((value, resolved.stage.sent[value]) for value in graph.sent)
     seen: set[str] = set()
     for operator in graph.operators:
         plan_id = resolved.representative_operator(operator.id)

@@ -13,13 +13,18 @@ from autopar.codegen.local_sizes import cuts_of
 from autopar.codegen.scope import AxisCuts, Scope
 from autopar.graph import BatchLiteral, DeviceArgument, Operator, OpGraph, Ref, TorchName
 from autopar.layout import Layout
+from autopar.micro_batches import CLASS_LOSSES, Term
 
+SHARE = "mesh.share"  # samples of this micro-batch, in parts of the step's
 _NO_END = 2**63 - 1  # the end of a slice that has none
 
 
 @dataclass(frozen=True)
 class Called:
-    """``names`` are expressions for the tensor inputs, in the order of ``operator.inputs``."""
+    """``names`` are expressions for the tensor inputs, in the order of ``operator.inputs``.
+
+    Those that a micro-batch has to scale are given as they are and multiplied here.
+    """
 
     operator: Operator
     names: tuple[str, ...]
@@ -27,6 +32,29 @@ class Called:
     output_layouts: tuple[Layout, ...]
     graph: OpGraph
     scope: Scope
+
+    def __post_init__(self) -> None:
+        scaled = self.term.inputs if self.term else ()
+        if scaled:
+            names = (f"{atom(name)} * {SHARE}" if at in scaled else name for at, name in enumerate(self.names))
+            object.__setattr__(self, "names", tuple(names))
+
+    @property
+    def term(self) -> Term | None:
+        """How the result is made a term of a sum over micro-batches."""
+        return self.scope.terms.get(self.operator.id)
+
+    @property
+    def count(self) -> str | None:
+        """The number for all micro-batches, computed beforehand, that the operator divides by or that it is itself."""
+        if self.term is None or self.term.kind != "count":
+            return None
+        return f'mesh.count("{self.term.count}")'
+
+    @property
+    def stand_in(self) -> str | None:
+        """What is written in place of the call: of a sum over the batch that is computed beforehand, its name."""
+        return None if self.operator.target in CLASS_LOSSES else self.count
 
     @cached_property
     def args(self) -> tuple[str, ...]:

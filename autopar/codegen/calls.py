@@ -43,6 +43,8 @@ def call(
         f"{operator.id} reads {len(operator.inputs)} tensors"
     )
     called = Called(operator, tuple(inputs), tuple(input_layouts), tuple(output_layouts), graph, scope)
+    if called.stand_in is not None:
+        return called.stand_in
     special = AXIS_AWARE.get(operator.target) or SIZED.get(operator.target) or _SPECIAL.get(operator.target)
     if special is not None:
         return special(called)

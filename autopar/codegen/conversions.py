@@ -2,11 +2,13 @@
 
 Enters: a graph and its resolved plan. Leaves: :class:`Wiring`, followed by the program's text and by the ledger alike, so that
 the conversions counted are those written. A reader converts privately, except the members of a sharing group: they read
-one copy, converted once. The program itself reads the loss and the new statistics of buffers, both replicated.
+one copy, converted once. The program itself reads the loss and the new statistics of buffers, both replicated, and
+what it hands to the next stage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autopar.gradients import has_gradient
@@ -47,20 +49,27 @@ class Shared:
 class Wiring:
     """Every reading of every value of a graph under a plan.
 
-    ``live`` are the operators whose results reach an output, the loss or a buffer; ``shared`` the group conversions that
-    change something; ``gradient`` the values that a gradient flows through.
+    ``live`` are the operators whose results reach an output, the loss, a buffer or the next stage; ``shared`` the group
+    conversions that change something; ``gradient`` the values that a gradient flows through (by default as the graph
+    says). ``given`` are the layouts of inputs that are handed out otherwise than the plan of this stage says.
     """
 
-    def __init__(self, graph: OpGraph, resolved: Resolved) -> None:
+    def __init__(
+        self,
+        graph: OpGraph,
+        resolved: Resolved,
+        gradient: Collection[str] | None = None,
+        given: Mapping[str, Layout] | None = None,
+    ) -> None:
         self.graph = graph
         self.resolved = resolved
         self.live = live_operators(graph)
-        self.gradient = has_gradient(graph)
+        self.gradient = frozenset(has_gradient(graph) if gradient is None else graph.values.keys() & gradient)
         self.whole: Layout = (REPLICATED,) * resolved.stage.mesh.num_axes
         self.reads: dict[Reader, Read] = {}
         self.shared: dict[Key, Shared] = {}
         self._groups = sharing_groups(graph)
-        self._available: dict[str, Layout] = {}
+        self._available: dict[str, Layout] = dict(given or {})
         for operator in self.live:
             self._connect(operator)
 
@@ -87,6 +96,10 @@ class Wiring:
         """How the program reads a value that it wants whole on every device."""
         return Read((value, ""), self.layout(value), self.whole)
 
+    def sent_read(self, value: str) -> Read:
+        """How the program reads a value that it hands to the next stage."""
+        return Read((value, ""), self.layout(value), self.resolved.stage.sent[value])
+
     def _connect(self, operator: Operator) -> None:
         wanted = self.resolved.operator(operator.id).inputs
         for index, value in enumerate(operator.inputs):
@@ -111,8 +124,9 @@ class Wiring:
 
 
 def live_operators(graph: OpGraph) -> tuple[Operator, ...]:
-    """Operators whose results reach an output, the loss or a buffer's new value, in order."""
+    """Operators whose results reach an output, the loss, a buffer's new value or the next stage, in order."""
     wanted = {output.value for output in graph.outputs} | {buffer.updated for buffer in graph.buffers}
+    wanted.update(graph.sent)
     wanted.add(graph.loss)
     kept = []
     for operator in reversed(graph.operators):

@@ -9,7 +9,7 @@ not keep loses its name after its last use, by a new value under the same name o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.codegen import text
@@ -17,7 +17,9 @@ from autopar.codegen.arrange import STAGE, Arrangement
 from autopar.codegen.calls import call
 from autopar.codegen.changes import change_lines
 from autopar.codegen.conversions import Key
+from autopar.codegen.local_sizes import cuts_of
 from autopar.codegen.loops import run_lines
+from autopar.codegen.methods import method_lines, method_name
 from autopar.codegen.naming import (
     GLOBALS,
     IN_PLACE_OF,
@@ -30,13 +32,14 @@ from autopar.codegen.naming import (
     unique,
 )
 from autopar.codegen.scope import Scope
-from autopar.codegen.statements import Change, Compute, Fetch, FunctionBody, Run, Statement, Update
+from autopar.codegen.statements import Again, Change, Compute, Fetch, FunctionBody, Run, Statement, Update
 from autopar.graph import ITEM_BYTES, Operator
 from autopar.layout import Layout, local_shape
 
 _INDENT = 8
 _INLINE_LENGTH = 96  # of a joined expression: the rest of a line is for the variable and the indentation
 _SOME_NAME, _INNER_NAME = "some_name", "_inner_"  # stand for operands while it is decided what fits on a line
+STATE_KINDS = ("computed", "received")  # of what is handed on from operator to operator
 _FREED_FRACTION = 1 / 16  # of the function's largest tensor: what is smaller is not worth a line
 
 
@@ -50,7 +53,8 @@ class Attributes:
 
 @dataclass
 class Function:
-    """Writes one function. ``saved`` are the storages that autograd keeps for backward."""
+    """Writes one function. ``saved`` are the storages that autograd keeps for backward; ``known`` the layouts of copies
+    that are made elsewhere. ``methods`` are afterwards the lines of further methods that it calls."""
 
     arrangement: Arrangement
     place: int
@@ -59,6 +63,8 @@ class Function:
     scope: Scope
     saved: frozenset[str]
     reserved: frozenset[str] = frozenset()
+    known: Mapping[Key, Layout] = field(default_factory=dict)
+    methods: dict[str, list[str]] = field(default_factory=dict)
     names: dict[Key, str] = field(default_factory=dict)
     used_names: set[str] = field(default_factory=set)
     collected: dict[Key, str] = field(default_factory=dict)
@@ -146,15 +152,15 @@ class Function:
         return found
 
     def _layouts(self) -> dict[Key, Layout]:
-        found: dict[Key, Layout] = {}
+        found: dict[Key, Layout] = dict(self.known)
         for statement in self.body.statements:
-            if isinstance(statement, Change):
-                found[statement.reads[0]], found[statement.writes[0]] = statement.source, statement.target
+            inside = statement.body.statements if isinstance(statement, Again) else (statement,)
+            for change in (inner for inner in inside if isinstance(inner, Change)):
+                found[change.reads[0]], found[change.writes[0]] = change.source, change.target
             for key in (*statement.reads, *statement.writes):
                 if key[0] and key not in found:
                     found[key] = self.layout(key)
-        found.update((key, self.layout(key)) for key in self.body.inputs)
-        return found
+        return {**{key: self.layout(key) for key in self.body.inputs}, **found}
 
     def layout(self, key: Key) -> Layout:
         """The layout of a copy that is made elsewhere or by an operator."""
@@ -167,7 +173,7 @@ class Function:
             for block in statement.call.blocks if isinstance(statement, Run) else ():
                 keys = self.arrangement.bodies[block].inputs
                 values = ((key, self.graph.values[key[0]]) for key in keys)
-                found.update([key for key, value in values if value.requires_grad and value.kind == "computed"][:1])
+                found.update([key for key, value in values if value.requires_grad and value.kind in STATE_KINDS][:1])
         return frozenset(found)
 
     def _bytes(self, key: Key) -> int:
@@ -192,6 +198,8 @@ class Function:
             return identifier(path)
         if value.id in self.attributes.sources:
             return _attribute(self.attributes.sources[value.id])
+        if value.kind == "received":
+            return "x"
         if value.kind != "computed":
             names = self.arrangement.names_of.get(value.id)
             return identifier("_".join(names[0].split(".")[-2:])) if names else "constant"
@@ -255,7 +263,7 @@ class Function:
         given = [key for key in candidates if dying[key] in self.arguments]
         for key in given + candidates:
             value = self.graph.values[key[0]]
-            if value.kind == "computed" and (is_view(statement.operator) or value.shape == shape):
+            if value.kind in STATE_KINDS and (is_view(statement.operator) or value.shape == shape):
                 return dying[key]
         return None
 
@@ -273,6 +281,7 @@ class Function:
         found: list[str] = []
         writers: dict[type[Statement], Callable[[int, Statement], list[str]]] = {
             Compute: self._compute, Change: self._change, Fetch: self._fetch, Update: self._update, Run: self._run,
+            Again: self._again,
         }  # fmt: skip
         for at, statement in enumerate(self.statements):
             found += writers[type(statement)](at, statement)
@@ -322,7 +331,7 @@ class Function:
         if not keys:
             return ""
         layout = self.layouts[keys[0]]
-        read = [self.layouts[key] for key in self._leaves(statement) if self.graph.values[key[0]].kind == "computed"]
+        read = [self.layouts[key] for key in self._leaves(statement) if self.graph.values[key[0]].kind in STATE_KINDS]
         plain = layout == self.wiring.whole and not read
         return "" if plain or layout in read else text.words(layout)
 
@@ -335,7 +344,7 @@ class Function:
         base = dying.get(read) or self.names.get(read) or self.base_name(read)
         if write not in self.last_read:
             return []
-        name = self.new_name(base if kind != "computed" or base else "h")
+        name = self.new_name(base if kind not in STATE_KINDS or base else "h")
         self.names[write] = name
         value = self.graph.values[read[0]]
         return change_lines(statement, source, name, value, self.mesh, self.scope, _INDENT) + self.free(dying)
@@ -356,6 +365,56 @@ class Function:
     def _run(self, at: int, statement: Statement) -> list[str]:
         assert isinstance(statement, Run)
         return run_lines(self, at, statement)
+
+    def _again(self, at: int, statement: Statement) -> list[str]:
+        """The call of a method that backward computes again; its arguments have the names that they have here."""
+        assert isinstance(statement, Again)
+        inner = Function(
+            self.arrangement, self.place, statement.body, self.attributes, self.scope, self.saved, self.reserved,
+            {key: self.layouts[key] for key in statement.reads},
+        )  # fmt: skip
+        arguments = [self.expression(key) for key in statement.reads]
+        inner.give_inputs(arguments)
+        lines = inner.lines()
+        results = [inner.expression(key) for key in statement.writes]
+        name = method_name(statement.body, results, [*self.methods, *map(_attribute, self.attributes.sources.values())])
+        self.methods[name] = method_lines(name, inner, lines, results)
+        self.used_names |= inner.used_names
+        dying = self.release(at, statement)
+        targets = []
+        for key, result in zip(statement.writes, results, strict=True):
+            self.names[key] = self.new_name(result)
+            targets.append(self.names[key])
+        call = f"{self.scope.runtime('checkpoint')}({', '.join([f'self.{name}', *arguments])})"
+        return text.line(f"{', '.join(targets)} = {call}", _INDENT) + self.free(dying)
+
+    def batch_line(self, lines: Sequence[str]) -> list[str]:
+        """The number of samples that are computed at once, where some size in ``lines`` follows it."""
+        if self.scope.batch is None or not any(self.scope.batch in line for line in lines):
+            return []
+        words = "the global batch" if self.scope.num_micro_batches == 1 else "samples of this micro-batch, on all devices"
+        inputs = {entry.value: entry.batch_dim for entry in self.graph.inputs}
+        given = list(zip(self.body.inputs, self.arguments, strict=True))
+        for key, name in sorted(given, key=lambda pair: pair[0][0] not in inputs):
+            value = self.graph.values[key[0]]
+            dims = value.batch_dims if value.id not in inputs else (inputs[value.id],)
+            for dim in (dim for dim in dims if dim is not None):
+                cuts = cuts_of(self.layouts[key], dim, self.scope)
+                parts = math.prod(self.mesh.shape[axis] for axis, _ in cuts)
+                times = f" * {parts}" if parts > 1 else ""
+                each = max(1, value.shape[dim] // self.scope.batch_size)
+                times += f" // {each}" if each > 1 else ""
+                return text.line(f"{self.scope.batch} = {name}.shape[{dim}]{times}", _INDENT, words)
+        assert self.place != STAGE, "a size follows the batch, and no input has one"
+        return []
+
+    def argument_layouts(self) -> str:
+        """The comment beside ``def``: shape and layout of each argument."""
+        found = []
+        for key, name in zip(self.body.inputs, self.arguments, strict=True):
+            shape = "x".join(str(size) for size in self.graph.values[key[0]].shape)
+            found.append(f"{name} {shape or 'scalar'} {text.words(self.layouts[key])}")
+        return "; ".join(found)
 
     def free(self, dying: dict[Key, str]) -> list[str]:
         """``del`` for what is large, not kept for backward, and not under a name given anew."""

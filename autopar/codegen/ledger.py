@@ -1,35 +1,47 @@
-"""Every collective that one training step of a program issues on the first device.
+"""Every collective that one training step of a program issues, as seen by the first device of each stage.
 
 Enters: a plan and its graph. Leaves: :class:`Entry` values. They follow the same ``Wiring`` as the program's text, so that they
 are what runs: changes of layout, what operators exchange themselves, parameters gathered and gradients reduced, the
-loss. Repeated blocks are counted, not written out.
+loss, what stages send one another. Repeated blocks and micro-batches are counted, not written out; micro-batches of
+different sizes are counted each with its own bytes.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from autopar.codegen.conversions import Wiring
+from autopar.batching import micro_batch_sizes
+from autopar.codegen.bodies import computed_again
+from autopar.codegen.counts import count_part, planned_counts
+from autopar.codegen.exchanges import exchanged
+from autopar.codegen.kept import keeps
+from autopar.codegen.stages import Part, num_pipeline_ranks, parts, rank_of_stage, tied
 from autopar.graph import ITEM_BYTES, Operator, OpGraph, Parameter
-from autopar.layout import REPLICATED, SUMMED_GRADIENT, Cut, Layout, Split, local_size
-from autopar.plans import Plan, Resolved
+from autopar.layout import REPLICATED, SUMMED_GRADIENT, Layout, local_shape
+from autopar.plans import Plan
 from autopar.reshard import Traffic, step_traffic, steps, traffic
+from autopar.sharing import Reader
 from autopar.strategies.registry import signature_of
-from autopar.strategies.rule import Signature
 
-Phase = Literal["forward", "backward", "gradient", "parameter"]
+Phase = Literal["forward", "backward", "recompute", "gradient", "parameter"]
+
+LOSS_BYTES = 16  # the loss on its way to the other pipeline ranks: its value and its dtype, each as a float64
+STAGES = "stages"  # the name of the axis along which stages lie
 
 
 @dataclass(frozen=True)
 class Entry:
     """``count`` collectives of ``kind`` on ``axis``, each of ``num_bytes`` as of ``reshard.Traffic``.
 
-    ``phase``: ``forward`` and ``backward`` of activations, ``gradient`` for reductions of parameters' gradients, ``parameter``
-    for gathers of parameters. ``what`` is the operator that reads, or the parameter (of a repeated block: its
-    representative's).
+    ``phase``: ``forward`` and ``backward`` of activations, ``recompute`` for a forward pass that is done again in backward,
+    ``gradient`` for reductions of parameters' gradients, ``parameter`` for gathers of parameters. ``what`` is the operator
+    that reads, the value sent, or the parameter (of a repeated block: its representative's). ``stage`` has the first
+    device that takes part; what is sent from stage to stage (``send_recv`` on the axis ``stages``) counts where it is sent.
     """
 
     kind: str
@@ -38,6 +50,7 @@ class Entry:
     phase: Phase
     what: str
     count: int = 1
+    stage: int = 0
 
 
 def totals(entries: Iterable[Entry]) -> dict[tuple[str, str], int]:
@@ -48,121 +61,188 @@ def totals(entries: Iterable[Entry]) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
-def ledger(plan: Plan, graph: OpGraph) -> list[Entry]:
-    """All collectives of a training step, in the order of the forward pass, alike ones added up."""
-    assert len(plan.stages) == 1, f"this version counts programs of one stage, the plan has {len(plan.stages)}"
-    return _Ledger(Wiring(graph, Resolved(plan.stages[0], graph))).entries()
+def ledger(plan: Plan, graph: OpGraph, pipeline_rank: int | None = None) -> list[Entry]:
+    """All collectives of a training step, stage by stage in the order of the forward pass, alike ones added up.
+
+    With ``pipeline_rank`` only those of the stages that it has.
+    """
+    sizes = Counter(micro_batch_sizes(plan.batch_size, plan.num_micro_batches, plan.micro_batch_unit))
+    counts: Counter[Entry] = Counter()
+    for size, times in sizes.items():
+        stages = parts(plan, graph, size)
+        for part in stages:
+            own = _StageLedger(part)
+            for entry in (*own.each(), *_handed_on(plan, stages, part)):
+                counts[entry] += times
+            for entry in _while_counting(plan, part):
+                counts[entry] += times
+            if size == plan.micro_batch_size:
+                counts.update(own.once())
+        if size == plan.micro_batch_size:
+            counts.update(_counted(plan, stages))
+            counts.update(_between_stages(plan, graph, stages))
+    found = sorted(counts.items(), key=lambda item: item[0].stage)
+    return [
+        replace(entry, count=count)
+        for entry, count in found
+        if entry.num_bytes and (pipeline_rank is None or rank_of_stage(plan, entry.stage) == pipeline_rank)
+    ]
 
 
-class _Ledger:
-    def __init__(self, wiring: Wiring) -> None:
-        self.wiring = wiring
-        self.graph = wiring.graph
-        self.resolved = wiring.resolved
-        self.mesh = wiring.resolved.stage.mesh
-        self._exchanges: dict[str, tuple[tuple[Traffic, bool], ...]] = {}
-        self._signatures: dict[str, Signature | None] = {}
+def _handed_on(plan: Plan, stages: Sequence[Part], part: Part) -> Iterator[Entry]:
+    """What a stage hands on to the next, and the gradients that come back for it, unless both are on one rank."""
+    after = part.number + 1
+    if after == len(stages) or rank_of_stage(plan, part.number) == rank_of_stage(plan, after):
+        return
+    stage = part.wiring.resolved.stage
+    for value in part.graph.sent:
+        num_bytes = _local_bytes(part, value, stage.sent[value])
+        yield Entry("send_recv", STAGES, num_bytes, "forward", value, stage=part.number)
+        if value in part.wiring.gradient:
+            yield Entry("send_recv", STAGES, num_bytes, "backward", value, stage=after)
 
-    def entries(self) -> list[Entry]:
-        counts: Counter[Entry] = Counter()
-        for entry in self._all():
-            if entry.num_bytes:
-                counts[entry] += 1
-        return [
-            Entry(entry.kind, entry.axis, entry.num_bytes, entry.phase, entry.what, count)
-            for entry, count in counts.items()
-        ]
 
-    def _all(self) -> Iterator[Entry]:
+def _local_bytes(part: Part, value: str, layout: Layout) -> int:
+    """Bytes of a value on the stage's first device."""
+    described = part.graph.values[value]
+    shape = local_shape(described.shape, layout, part.wiring.resolved.stage.mesh.shape)
+    return math.prod(shape) * ITEM_BYTES[described.dtype]
+
+
+def _first_stages(plan: Plan) -> list[int]:
+    """The first stage of each pipeline rank."""
+    first: dict[int, int] = {}
+    for number in range(len(plan.stages)):
+        first.setdefault(rank_of_stage(plan, number), number)
+    return list(first.values())
+
+
+def _while_counting(plan: Plan, part: Part) -> Iterator[Entry]:
+    """What the modules that find numbers of labels send for every micro-batch, on every pipeline rank for itself."""
+    for count in planned_counts(part):
+        module = _StageLedger(count_part(part, count))
+        wiring = module.wiring
+        sent = list(module.each())
+        for weight in count.values[1:]:
+            sent += module.conversion(weight, wiring.layout(weight), wiring.whole, False, count.operator.id)
+        yield from (replace(entry, stage=stage) for entry in sent for stage in _first_stages(plan))
+
+
+def _counted(plan: Plan, stages: Sequence[Part]) -> Iterator[Entry]:
+    """Numbers of labels that are found before the first micro-batch, on every pipeline rank for itself."""
+    for part in stages:
+        for count in planned_counts(part):
+            for axis, stage in itertools.product(count.axes, _first_stages(plan)):
+                name = part.wiring.resolved.stage.mesh.names[axis]
+                yield Entry("all_reduce", name, count.item_bytes, "forward", count.operator.id, stage=stage)
+
+
+def _between_stages(plan: Plan, graph: OpGraph, stages: Sequence[Part]) -> Iterator[Entry]:
+    """Once a step: the loss to every pipeline rank, the gradients of parameters that several of them have."""
+    if num_pipeline_ranks(plan) == 1:
+        return
+    if graph.loss is not None:
+        for stage in _first_stages(plan):
+            yield Entry("broadcast", STAGES, LOSS_BYTES, "forward", "loss", stage=stage)
+    trainable = {parameter.value for parameter in graph.parameters if parameter.trainable}
+    for value, holders in tied([part.graph for part in stages]).items():
+        ranks: dict[int, int] = {}
+        for holder in holders:
+            ranks.setdefault(rank_of_stage(plan, holder), holder)
+        if len(ranks) == 1 or value not in trainable or value not in stages[holders[0]].wiring.gradient:
+            continue
+        for holder in ranks.values():
+            num_bytes = _local_bytes(stages[holder], value, stages[holder].wiring.parameter(value).storage)
+            yield Entry("all_reduce", STAGES, num_bytes, "gradient", value, stage=holder)
+
+
+class _StageLedger:
+    """What one stage issues among its own devices."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.wiring = part.wiring
+        self.graph = part.graph
+        self.resolved = part.wiring.resolved
+        self.mesh = self.resolved.stage.mesh
+        self.again, self.runs = computed_again(part.arrangement)
+        self._wanted_again: dict[str, bool] = {}
+        self._exchanges: dict[tuple[str, bool], tuple[tuple[Traffic, bool], ...]] = {}
+
+    def each(self) -> Iterator[Entry]:
+        """For every micro-batch."""
         graph, wiring = self.graph, self.wiring
         done: set[tuple[str, str]] = set()
         for operator in wiring.live:
             what = self.resolved.representative_operator(operator.id)
+            place = self.part.arrangement.place(operator.id)
             for index, value in enumerate(operator.inputs):
                 read = wiring.reads[operator.id, index]
                 if read.key in wiring.shared and read.key not in done:
                     done.add(read.key)
                     shared = wiring.shared[read.key]
-                    yield from self._conversion(value, shared.source, shared.target, shared.has_gradient, what)
+                    again = self.part.arrangement.conversion_place[read.key] in self.again
+                    yield from self.conversion(value, shared.source, shared.target, shared.has_gradient, what, again)
                 if read.converts:
                     flows = wiring.flows(operator, index)
-                    yield from self._conversion(value, read.source, read.target, flows, what)
-            yield from self._operator(operator, what)
+                    yield from self.conversion(value, read.source, read.target, flows, what, place in self.again)
+            yield from self._operator(operator, what, place in self.again)
         for buffer in graph.buffers:
             if buffer.updated is not None:
                 read = wiring.program_read(buffer.updated)
-                yield from self._conversion(buffer.updated, read.source, read.target, False, buffer.name)
-        if graph.loss is not None:
-            read = wiring.program_read(graph.loss)
-            yield from self._conversion(graph.loss, read.source, read.target, graph.loss in wiring.gradient, "loss")
+                again = self.part.arrangement.source_place[buffer.value] in self.again
+                yield from self.conversion(buffer.updated, read.source, read.target, False, buffer.name, again)
+        ends = [(graph.loss, wiring.program_read(graph.loss), "loss")] if graph.loss is not None else []
+        ends += [(value, wiring.sent_read(value), value) for value in graph.sent]
+        for value, read, what in ends:
+            yield from self.conversion(value, read.source, read.target, value in wiring.gradient, what)
         for parameter in graph.parameters:
-            yield from self._parameter(parameter)
+            yield from self._parameter(parameter, once=False)
 
-    def _conversion(self, value: str, source: Layout, target: Layout, flows: bool, what: str) -> Iterator[Entry]:
+    def once(self) -> Iterator[Entry]:
+        """Once a step."""
+        for parameter in self.graph.parameters:
+            yield from self._parameter(parameter, once=True)
+
+    def conversion(
+        self, value: str, source: Layout, target: Layout, flows: bool, what: str, again: bool = False
+    ) -> Iterator[Entry]:
+        """A change of layout; ``again``: its forward pass is done twice."""
         described = self.graph.values[value]
         item = ITEM_BYTES[described.dtype]
         ahead, back = traffic(source, target, described.shape, self.mesh.shape, item, flows)
         yield from (self._entry(sent, "forward", what) for sent in ahead)
+        yield from (self._entry(sent, "recompute", what) for sent in ahead if again)
         yield from (self._entry(sent, "backward", what) for sent in back)
 
     def _entry(self, sent: Traffic, phase: Phase, what: str) -> Entry:
-        return Entry(sent.kind, self.mesh.names[sent.axis], sent.num_bytes, phase, what)
+        return Entry(sent.kind, self.mesh.names[sent.axis], sent.num_bytes, phase, what, stage=self.part.number)
 
-    # -- what operators exchange themselves ------------------------------------------------------------------------
-
-    def _signature(self, operator: Operator) -> Signature | None:
-        name = self.resolved.representative_operator(operator.id)
-        if name not in self._signatures:
-            self._signatures[name] = signature_of(operator, self.graph)
-        return self._signatures[name]
-
-    def _operator(self, operator: Operator, what: str) -> Iterator[Entry]:
-        if what not in self._exchanges:
-            self._exchanges[what] = tuple(self._exchanged(operator))
+    def _operator(self, operator: Operator, what: str, again: bool) -> Iterator[Entry]:
+        """What an operator exchanges itself."""
+        term = self.part.arrangement.terms.get(operator.id)
+        key = (what, term is not None and term.kind == "count")
+        if key not in self._exchanges:
+            label = self.resolved.operator(operator.id).label
+            self._exchanges[key] = tuple(exchanged(signature_of(operator, self.graph), label, self.mesh, key[1]))
         differentiated = any(value in self.wiring.gradient for value in operator.outputs)
-        for sent, backward in self._exchanges[what]:
+        for sent, backward in self._exchanges[key]:
             if differentiated or not backward:
                 yield self._entry(sent, "backward" if backward else "forward", what)
+            if again and not backward:
+                yield self._entry(sent, "recompute", what)
 
-    def _exchanged(self, operator: Operator) -> Iterator[tuple[Traffic, bool]]:
-        rule = self._signature(operator)
-        if rule is None or not rule.exchanges:
-            return
-        letters = self._letters(self.resolved.operator(operator.id).label, rule)
-        for exchange in rule.exchanges:
-            num_bytes = exchange.item_bytes
-            for letter in exchange.letters:
-                splits = letters.get(letter, [])
-                pieces: tuple[Split, ...] = tuple((cut, self.mesh.shape[axis], 0) for axis, cut in splits)
-                num_bytes *= local_size(rule.sizes[letter], pieces) if pieces else rule.sizes[letter]
-            num_bytes += exchange.more_elements * exchange.item_bytes
-            for axis, _ in letters.get(exchange.letter, []):
-                if self.mesh.shape[axis] > 1:
-                    for _ in range(exchange.count):
-                        yield Traffic(axis, exchange.kind, num_bytes), exchange.backward
-
-    def _letters(self, label: str, rule: Signature) -> dict[str, list[tuple[int, Cut]]]:
-        """The axes that split each letter, from a strategy's label such as ``b R`` or ``n[3x768/64] b``."""
-        found: dict[str, list[tuple[int, Cut]]] = {}
-        for axis, chosen in enumerate(label.split(" ")):
-            letter, _, cut = chosen.removesuffix("]").partition("[")
-            if letter in rule.sizes and letter not in ("R", "G", "P"):
-                found.setdefault(letter, []).append((axis, Cut.parse(cut) if cut else Cut.plain(rule.sizes[letter])))
-        return found
-
-    # -- parameters ------------------------------------------------------------------------------------------------
-
-    def _parameter(self, parameter: Parameter) -> Iterator[Entry]:
+    def _parameter(self, parameter: Parameter, once: bool) -> Iterator[Entry]:
         """Gathers from rest to use, and the way back for the gradient: its steps in reverse.
 
-        Under ZeRO-3 a parameter is gathered again in backward when some operator has kept it for that.
+        Under ZeRO-3 a parameter is gathered, and its gradient scattered, for every micro-batch; gathered again in backward
+        when some operator has kept it for that, or is computed again. Under ZeRO-2 the gradient is scattered for every
+        micro-batch. What is still a sum over other axes is summed once a step.
         """
         value = parameter.value
         what = self.resolved.representative_value(value)
         plan = self.wiring.parameter(value)
-        readers = [
-            (name, index) for name, index in self.graph.readers_of.get(value, ()) if (name, index) in self.wiring.reads
-        ]
+        readers = [reader for reader in self.graph.readers_of.get(value, ()) if reader in self.wiring.reads]
         trained = parameter.trainable and value in self.wiring.gradient
         described = self.graph.values[value]
         current = tuple(REPLICATED if state == SUMMED_GRADIENT else state for state in plan.storage)
@@ -171,30 +251,19 @@ class _Ledger:
             current = (*current[: step.axis], step.target, *current[step.axis + 1 :])
             if self.mesh.shape[step.axis] == 1:
                 continue
-            if ahead and (readers or plan.zero != 3):
+            if ahead and once == (plan.zero != 3) and (readers or plan.zero != 3):
                 yield self._entry(ahead, "parameter", what)
-                if plan.zero == 3 and trained and any(self._keeps(*reader) for reader in readers):
+                if plan.zero == 3 and trained and self._is_wanted_again(what, readers):
                     yield self._entry(ahead, "parameter", what)
-            if back and trained:
+            if back and trained and once == (plan.zero < 2 or back.kind == "all_reduce"):
                 yield self._entry(back, "gradient", what)
 
-    def _keeps(self, name: str, index: int) -> bool:
-        """Whether an operator keeps the memory of this input for backward: itself, or through views."""
-        operator = self.graph.operator_of[name]
-        if not any(value in self.wiring.gradient for value in operator.outputs):
-            return False
-        read = self.wiring.reads[name, index]
-        shared = self.wiring.shared.get(read.key)
-        changes = [(shared.source, shared.target)] if shared else []
-        changes += [(read.source, read.target)] if read.converts else []
-        if any(step.name not in ("copy_to", "keep_first_gradient") for pair in changes for step in steps(*pair)):
-            return False
-        rule = self._signature(operator)
-        if rule is None or index in rule.saved_inputs:
-            return True
-        storage = self.graph.values[operator.inputs[index]].storage
-        views = [value for value in operator.outputs if value and self.graph.values[value].storage == storage]
-        readers = [
-            reader for view in views for reader in self.graph.readers_of.get(view, ()) if reader in self.wiring.reads
-        ]
-        return any(self._keeps(*reader) for reader in readers)
+    def _is_wanted_again(self, what: str, readers: Sequence[Reader]) -> bool:
+        """Whether a gathered parameter is needed in backward by some of its readers; ``what`` is its representative."""
+        if what not in self._wanted_again:
+            place_of = self.part.arrangement.place
+            self._wanted_again[what] = any(
+                name in self.runs or place_of(name) in self.again or keeps(self.wiring, name, index)
+                for name, index in readers
+            )
+        return self._wanted_again[what]

@@ -1,7 +1,7 @@
 """The lines that call a block, or consecutive blocks of one kind in a loop.
 
 What each block leaves for the next one keeps one name (``x = block(x, mask)``); what every block leaves for a reader after
-the loop is collected in a list.
+the loop is collected in a list. A block that backward computes again is called by the runtime's ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 from autopar.codegen import text
 from autopar.codegen.arrange import Arrangement, Body
 from autopar.codegen.conversions import Key
+from autopar.codegen.scope import Scope
 from autopar.codegen.statements import Run
 from autopar.graph import OpGraph
 
@@ -22,6 +23,7 @@ class Writer(Protocol):
     """What is needed of the function that is being written: its variables and their lives."""
 
     arrangement: Arrangement
+    scope: Scope
     graph: OpGraph
     names: dict[Key, str]
     last_read: dict[Key, int]
@@ -71,8 +73,14 @@ def _single(function: Writer, at: int, statement: Run, body: Body) -> list[str]:
         function.names[key] = function.new_name(_handed_on(function, key, dying))
         targets.append(function.names[key])
     left = f"{', '.join(targets)} = " if targets else ""
-    call = f"{left}{function.block(statement.call.blocks[0])}({', '.join(arguments)})"
-    return text.line(call, _INDENT) + function.free(dying)
+    call = _call(function, statement, function.block(statement.call.blocks[0]), arguments)
+    return text.line(f"{left}{call}", _INDENT) + function.free(dying)
+
+
+def _call(function: Writer, statement: Run, block: str, arguments: list[str]) -> str:
+    if statement.call.again:
+        return f"{function.scope.runtime('checkpoint')}({', '.join([block, *arguments])})"
+    return f"{block}({', '.join(arguments)})"
 
 
 def _handed_on(function: Writer, key: Key, dying: dict[Key, str]) -> str:
@@ -118,7 +126,7 @@ def _loop(function: Writer, at: int, statement: Run, bodies: list[Body]) -> list
     left = f"{', '.join(targets)} = " if targets else ""
     lines = [line for code in before for line in text.line(code, _INDENT)]
     lines += text.line(f"for block in {function.block(statement.call.blocks[0])}:", _INDENT)
-    for code in (f"{left}block({', '.join(arguments)})", *inside):
+    for code in (f"{left}{_call(function, statement, 'block', arguments)}", *inside):
         lines += text.line(code, _INDENT + 4)
     return lines + function.free(dying)
 

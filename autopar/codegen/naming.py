@@ -45,7 +45,10 @@ _MODULE_ATTRIBUTES = frozenset(
     "named_modules named_parameters parameters register_buffer register_module register_parameter requires_grad_ "
     "set_submodule share_memory state_dict to to_empty train training type xpu zero_grad".split()
 )
-GLOBALS = frozenset("torch F nn mesh self path block INPUTS OUTPUTS BATCH BATCH_MULTIPLE STAGES FINGERPRINT".split())
+GLOBALS = frozenset(
+    "torch F nn mesh self path block INPUTS OUTPUTS BATCH BATCH_MULTIPLE STAGES FINGERPRINT SCHEDULE MICRO_BATCHES "
+    "GLOBAL_BATCH MICRO_BATCH_UNIT COUNTS".split()
+)
 
 
 def identifier(text: str) -> str:

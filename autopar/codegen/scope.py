@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from autopar.layout import Cut
 from autopar.mesh import Mesh
+from autopar.micro_batches import Term
 
 AxisCuts = tuple[tuple[int, Cut | None], ...]  # axes that cut a dim, outermost first; None is the plain cut
 
@@ -13,15 +14,27 @@ AxisCuts = tuple[tuple[int, Cut | None], ...]  # axes that cut a dim, outermost 
 class Scope:
     """Collects what the calls of one program use.
 
-    ``batch_size`` is the planned global batch; ``batch`` an expression for the global batch of the step that runs
-    (``mesh.batch``): without it, sizes that follow the batch are written as numbers and ``fixed_batch`` says so.
-    ``taken`` are names that constants must not have.
+    ``batch_size`` is the planned global batch, or micro-batch where a step has several; ``batch`` an expression for that
+    of the step that runs (``mesh.batch``): without it, sizes that follow the batch are written as numbers and
+    ``fixed_batch`` says so.
+    ``taken`` are names that constants must not have. ``terms``: operators that are scaled because a step has several
+    micro-batches (``micro_batches.terms``), by id.
     """
 
-    def __init__(self, mesh: Mesh, batch_size: int, batch: str | None = None, taken: Container[str] = ()) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        batch_size: int,
+        batch: str | None = None,
+        taken: Container[str] = (),
+        num_micro_batches: int = 1,
+        terms: Mapping[str, Term] | None = None,
+    ) -> None:
         self.mesh = mesh
         self.batch_size = batch_size
         self.batch = batch
+        self.num_micro_batches = num_micro_batches
+        self.terms = terms or {}
         self.fixed_batch = False
         self.uses_functional = False
         self.runtime_names: set[str] = set()

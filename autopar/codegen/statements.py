@@ -6,11 +6,10 @@ values they read and make; the text is :mod:`autopar.codegen.function`'s.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.codegen.arrange import STAGE, Arrangement, Call
+from autopar.codegen.arrange import Arrangement, Call
 from autopar.codegen.conversions import Key
 from autopar.graph import Buffer, Operator
 from autopar.layout import Layout
@@ -62,53 +61,30 @@ class Run:
     writes: tuple[Key, ...]
 
 
-Statement = Compute | Change | Fetch | Update | Run
-
-
 @dataclass(frozen=True)
 class FunctionBody:
-    """The statements of one forward function, the copies it is given, and those it returns."""
+    """The statements of one function, the copies it is given, and those it returns."""
 
     statements: tuple[Statement, ...]
     inputs: tuple[Key, ...]
     returns: tuple[Key, ...]
 
 
-def function_body(arrangement: Arrangement, place: int) -> FunctionBody:
-    """The forward of a block, or of the stage."""
-    maker = _Maker(arrangement, place)
-    body = arrangement.bodies[place]
-    found = list(maker.stage() if place == STAGE else maker.block())
-    if place == STAGE:
-        inputs: tuple[Key, ...] = tuple((entry.value, "") for entry in arrangement.graph.inputs)
-        found += list(maker.last_updates())
-        returns = _stage_returns(arrangement)
-        found += list(maker.whole_loss())
-    else:
-        inputs, returns = tuple(body.inputs), tuple(body.outputs)
-    return FunctionBody(
-        tuple(_with_sources(arrangement, place, _without_unread(found, returns), returns)), inputs, returns
-    )
+@dataclass(frozen=True)
+class Again:
+    """Statements that backward computes again: a method of their own, which is given ``reads`` and returns ``writes``."""
+
+    body: FunctionBody
+    reads: tuple[Key, ...]
+    writes: tuple[Key, ...]
 
 
-def _stage_returns(arrangement: Arrangement) -> tuple[Key, ...]:
-    """The loss first, then the outputs."""
-    graph = arrangement.graph
-    found: list[Key] = []
-    if graph.loss is not None:
-        found.append(loss_key(arrangement))
-    found += [(output.value, "") for output in graph.outputs if output.value != graph.loss]
-    return tuple(dict.fromkeys(found))
+Statement = Compute | Change | Fetch | Update | Run | Again
 
 
-def loss_key(arrangement: Arrangement) -> Key:
-    """The copy of the loss that is the same on every device."""
-    loss = arrangement.graph.loss
-    assert loss is not None, "asked for the loss of a graph that has none"
-    return (loss, "@whole") if arrangement.wiring.program_read(loss).converts else (loss, "")
+class StatementMaker:
+    """Makes the statements of one place in order."""
 
-
-class _Maker:
     def __init__(self, arrangement: Arrangement, place: int) -> None:
         self.arrangement = arrangement
         self.wiring = arrangement.wiring
@@ -176,47 +152,23 @@ class _Maker:
             yield Change((read.key,), (key,), read.source, read.target, False)
         yield Update(buffer, (key,))
 
-    def whole_loss(self) -> Iterator[Statement]:
+    def handed_on(self) -> Iterator[Statement]:
+        """The loss made whole, and what the next stage gets in the layout in which it is sent."""
         loss = self.arrangement.graph.loss
-        if loss is not None and self.wiring.program_read(loss).converts:
-            read = self.wiring.program_read(loss)
-            yield Change(
-                (read.key,), (loss_key(self.arrangement),), read.source, read.target, loss in self.wiring.gradient
-            )
+        reads = [(self.wiring.program_read(loss), loss_key(self.arrangement))] if loss is not None else []
+        reads += [(self.wiring.sent_read(value), sent_key(self.arrangement, value)) for value in self.arrangement.graph.sent]
+        for read, key in reads:
+            if read.converts:
+                yield Change((read.key,), (key,), read.source, read.target, key[0] in self.wiring.gradient)
 
 
-def _without_unread(found: list[Statement], returns: tuple[Key, ...]) -> list[Statement]:
-    """Calls of blocks keep only the results that are read outside the loop."""
-    read = set(returns) | {key for statement in found for key in statement.reads}
-    kept: list[Statement] = []
-    for statement in found:
-        if isinstance(statement, Run):
-            statement = Run(statement.call, statement.reads, tuple(key for key in statement.writes if key in read))
-        kept.append(statement)
-    return kept
+def loss_key(arrangement: Arrangement) -> Key:
+    """The copy of the loss that is the same on every device."""
+    loss = arrangement.graph.loss
+    assert loss is not None, "asked for the loss of a graph that has none"
+    return (loss, "@whole") if arrangement.wiring.program_read(loss).converts else (loss, "")
 
 
-def _with_sources(
-    arrangement: Arrangement, place: int, found: list[Statement], returns: tuple[Key, ...]
-) -> Iterator[Statement]:
-    """Parameters that several statements read get a name; buffers and constants that are wanted cut are cut once."""
-    wiring, graph = arrangement.wiring, arrangement.graph
-    own = {value: graph.values[value].kind for value in arrangement.bodies[place].sources}
-    times = Counter(key[0] for statement in found for key in statement.reads if not key[1] and key[0] in own)
-    times.update(value for value, copy in returns if value in own)
-    loops = [statement for statement in found if isinstance(statement, Run) and len(statement.call.blocks) > 1]
-    times.update(key[0] for statement in loops for key in statement.reads if key[0] in own)  # not once per round
-    named = {value for value, count in times.items() if own[value] == "parameter" and count > 1}
-    cut = {value for value in times if own[value] != "parameter" and wiring.layout(value) != wiring.whole}
-    for statement in found:
-        for key in statement.reads:
-            if key[1] or key[0] not in own:
-                continue
-            if key[0] in named:
-                named.remove(key[0])
-                yield Fetch((key,))
-            elif key[0] in cut:
-                cut.remove(key[0])
-                yield Change(((key[0], "@rest"),), (key,), wiring.whole, wiring.layout(key[0]), False)
-        yield statement
-    yield from (Fetch(((value, ""),)) for value in sorted(named))
+def sent_key(arrangement: Arrangement, value: str) -> Key:
+    """The copy of a value that the next stage gets."""
+    return (value, "@sent") if arrangement.wiring.sent_read(value).converts else (value, "")

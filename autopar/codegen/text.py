@@ -70,6 +70,13 @@ def line(code: str, indent: int, comment: str = "") -> list[str]:
     return above + _broken(code, indent)
 
 
+def docstring(words: str, indent: int) -> list[str]:
+    """Words as a docstring, on several lines where they are long."""
+    width = LINE_LENGTH - indent
+    lines = textwrap.wrap(f'"""{words}', width - 3, break_long_words=False, break_on_hyphens=False)
+    return [f"{' ' * indent}{part}" for part in [*lines[:-1], f'{lines[-1]}"""']]
+
+
 def _broken(code: str, indent: int) -> list[str]:
     """The statement with the contents of its last outermost brackets on lines of their own."""
     opening, closing = _last_brackets(code)

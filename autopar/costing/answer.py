@@ -15,13 +15,15 @@ def stage_plan(costed: Costed, choices: Sequence[int]) -> StagePlan:
     prepared, graph = costed.prepared, costed.prepared.graph
     chosen = {name: choices[node] for name, node in costed.nodes.items()}
     variants: dict[str, tuple[int, ...]] = {}
+    recompute: dict[str, tuple[str, ...]] = {}
     left_out: set[str] = set()
     for group in graph.block_groups:
-        kinds: dict[tuple[int, ...], int] = {}
+        kinds: dict[tuple[object, ...], int] = {}
         numbers = []
+        recompute[group.name] = tuple(costed.setting.recompute.get(block.path, "none") for block in group.blocks)
         for block in group.blocks:
             names = block_nodes(prepared, costed.nodes, block)
-            key = tuple(chosen[name] for name in names)
+            key = (costed.setting.recompute.get(block.path), *(chosen[name] for name in names))
             if key in kinds:
                 left_out.update(names)
             numbers.append(kinds.setdefault(key, len(kinds)))
@@ -44,7 +46,8 @@ def stage_plan(costed: Costed, choices: Sequence[int]) -> StagePlan:
         else:
             value, _, rest = name.partition("|")
             shared[name] = costed.shared_columns[f"{prepared.name(value)}|{rest}"].distinct[choice]
-    return StagePlan(costed.mesh, operators, parameters, sources, shared, variants)
+    sent = {value: costed.setting.boundary[value] for value in graph.sent}
+    return StagePlan(costed.mesh, operators, parameters, sources, shared, variants, recompute, sent)
 
 
 def _all_outputs(operator: Operator, layouts: tuple[Layout, ...], whole: Layout) -> tuple[Layout, ...]:

@@ -1,8 +1,7 @@
-"""What the search found: one candidate per mesh, and the whole result that the report explains."""
+"""What was found on one mesh for a model, or for a stage of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costing.problem import Costed
@@ -31,17 +30,3 @@ class Candidate:
     def missing_bytes(self) -> float:
         """By how much the plan exceeds the memory; 0 where it fits."""
         return max(0.0, self.peak_bytes - self.available_bytes)
-
-
-@dataclass(frozen=True, eq=False)
-class SearchResult:
-    """The chosen plan among its rivals.
-
-    ``candidates``: the best plan of each mesh. ``rivals``: plans as people write them by hand (``data``, ``zero-3``,
-    ``tensor``), priced whether they fit or not. ``lower_bound_seconds`` holds for every plan of the searched space.
-    """
-
-    best: Candidate
-    candidates: tuple[Candidate, ...]
-    rivals: Mapping[str, Candidate]
-    lower_bound_seconds: float

@@ -1,49 +1,67 @@
 """Prices of layout changes on one mesh: matrices over the layouts that a value may have and those its readers want.
 
-Enters: layouts, a tensor's shape and type, a CostModel. Leaves: seconds (forward and backward together) and the bytes of
-the tensor that a conversion makes. The steps and their bytes are ``reshard``'s, so that the price is what runs.
+Enters: layouts, a tensor's shape and type, a CostModel. Leaves: seconds and the bytes of the tensor that a
+conversion makes. The steps and their bytes are ``reshard``'s, so that the price is what runs; ``moves`` lists them, so
+that each distinct step is priced once, and all at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.costing.moves import STEP_NAMES, IntArray, Moves, moves
 from autopar.graph import ITEM_BYTES, Value
-from autopar.layout import REPLICATED, Layout, Shard, local_shape
+from autopar.layout import Layout, Shard, local_shape
 from autopar.mesh import Mesh
-from autopar.reshard import COLLECTIVES, Step, steps
+from autopar.reshard import COLLECTIVES, CollectiveKind
 from cost_models import AxisCost, CostModel
 
 FloatArray = NDArray[np.float64]
 
-_COPIES = {"pad_shard", "keep_first", "keep_first_both", "take_shard", "scatter"}  # steps that copy without sending
-_KEEPS = {"copy_to", "keep_first_gradient"}  # steps that hand the tensor itself on
+# Of each step, by its number: whether it copies without sending, hands the tensor itself on, sends whole tensors, ...
+_COPIES, _KEEPS, _SENDS_WHOLE, _TURNS = (
+    np.isin(STEP_NAMES, names)
+    for names in (
+        ["pad_shard", "keep_first", "keep_first_both", "take_shard", "scatter"],
+        ["copy_to", "keep_first_gradient"],
+        ["copy_to", "reduce_from", "all_reduce"],
+        ["all_to_all"],
+    )
+)
+# ... and whether it runs a kind of collective, (forward and backward, steps).
+_RUNS: Mapping[CollectiveKind, NDArray[np.bool_]] = {
+    kind: np.array([[kinds[way] == kind for kinds in COLLECTIVES.values()] for way in (0, 1)])
+    for kind in dict.fromkeys(kind for kinds in COLLECTIVES.values() for kind in kinds if kind)
+}
 
 
 @dataclass(frozen=True)
 class ConversionPrices:
-    """Seconds of conversions, and bytes of the tensors they make (0 where the value itself is handed on)."""
+    """Seconds of conversions (the forward pass's, and of both passes), and bytes of the tensors they make (0 where the
+    value itself is handed on)."""
 
+    forward_seconds: FloatArray
     seconds: FloatArray
     made_bytes: FloatArray
 
 
 class Conversions:
-    """Layout changes on one mesh, each pair of layouts of a kind of tensor priced once."""
+    """Layout changes on one mesh, priced once for like tensors with the same layouts."""
 
-    def __init__(self, mesh: Mesh, cost_model: CostModel) -> None:
+    def __init__(self, mesh: Mesh, cost_model: CostModel, first_rank: int = 0) -> None:
         self.mesh = mesh
+        self.where = {"offset_devices": first_rank, "num_devices": mesh.num_devices}
         self.cost_model = cost_model
         self.axes: list[AxisCost] = [
-            cost_model.axis(size, mesh.stride(axis), num_devices=mesh.num_devices) for axis, size in enumerate(mesh.shape)
+            cost_model.axis(size, mesh.stride(axis), **self.where) for axis, size in enumerate(mesh.shape)
         ]
         self._elements: dict[tuple[tuple[int, ...], Layout], int] = {}
-        self._pairs: dict[tuple[tuple[int, ...], str], dict[tuple[Layout, Layout], tuple[float, float, float]]] = {}
+        self._priced: dict[tuple[object, ...], FloatArray] = {}
 
     def local_elements(self, shape: tuple[int, ...], layout: Layout) -> int:
         """Elements of a tensor on the first device of the mesh."""
@@ -57,61 +75,58 @@ class Conversions:
         self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], has_gradient: bool
     ) -> ConversionPrices:
         """Matrices (sources, targets), layouts distinct, of what it costs to change ``value`` from one to the other."""
-        known = self._pairs.setdefault((value.shape, value.dtype), {})
-        missing = [(s, t) for s in sources for t in targets if (s, t) not in known]
-        if missing:
-            known.update(self._priced(value, missing))
-        found = np.array([known[s, t] for s in sources for t in targets]).reshape(len(sources), len(targets), 3)
-        seconds = found[..., 0] + found[..., 1] if has_gradient else found[..., 0]
-        return ConversionPrices(np.ascontiguousarray(seconds), np.ascontiguousarray(found[..., 2]))
+        key = (value.shape, value.dtype, tuple(sources), tuple(targets))
+        found = self._priced.get(key)
+        if found is None:
+            priced = self._prices(value, moves(sources, targets))
+            found = self._priced[key] = priced.reshape(3, len(sources), len(targets))
+            found.setflags(write=False)
+        forward, backward, made = found
+        return ConversionPrices(forward, forward + backward if has_gradient else forward, made)
 
-    def _priced(
-        self, value: Value, pairs: Sequence[tuple[Layout, Layout]]
-    ) -> dict[tuple[Layout, Layout], tuple[float, float, float]]:
-        """Seconds forward and backward, and bytes made, of many conversions. Bytes to send are gathered first, then each
-        axis prices its collectives all at once."""
+    def _prices(self, value: Value, ways: Moves) -> FloatArray:
+        """Seconds forward and backward, and bytes made, (3, pairs). What is copied on the way is copied as one."""
         item = ITEM_BYTES[value.dtype]
-        sent: dict[tuple[int, str, int], tuple[list[int], list[int]]] = {}
-        made = [0] * len(pairs)
-        moved = np.zeros(len(pairs))
-        for index, (source, target) in enumerate(pairs):
-            current = source
-            for step in steps(source, target):
-                after = (*current[: step.axis], step.target, *current[step.axis + 1 :])
-                if self.mesh.shape[step.axis] > 1:
-                    for direction, kind in enumerate(COLLECTIVES[step.name]):
-                        if kind:
-                            places, amounts = sent.setdefault((step.axis, kind, direction), ([], []))
-                            places.append(index)
-                            amounts.append(self._step_bytes(step, value.shape, current, after, item))
-                if step.name in _COPIES:
-                    moved[index] += item * self.local_elements(value.shape, after)
-                if step.name not in _KEEPS:
-                    made[index] = item * self.local_elements(value.shape, after)
-                current = after
-        seconds = np.zeros((2, len(pairs)))
-        for (axis, kind, direction), (places, amounts) in sent.items():
-            priced = self.axes[axis].seconds(kind, np.array(amounts, dtype=np.float64))  # type: ignore[arg-type]
-            np.add.at(seconds[direction], places, priced)
-        seconds += self._copy_seconds(value, moved)
-        return {pair: (f, b, m) for pair, f, b, m in zip(pairs, *seconds.tolist(), made, strict=True)}
+        before, after = ways.local_sizes(value.shape, self.mesh.shape)
+        seconds = self._sending_seconds(ways, _sent_elements(ways, before, after, self.mesh.shape) * item)
+        made = np.append(after.prod(axis=1) * item, 0)
+        copied = np.where(_COPIES[np.append(ways.name, 0)], made, 0)
+        makes = np.append(~_KEEPS[ways.name], False)
+        found: FloatArray = np.zeros((3, ways.taken.shape[1]))
+        moved = np.zeros(ways.taken.shape[1])
+        for taken in ways.taken:  # where a way has ended, the last entry, which is nothing
+            found[:2] += seconds[:, taken]
+            moved += copied[taken]
+            found[2] = np.where(makes[taken], made[taken], found[2])
+        found[:2] += self._copy_seconds(value, moved)
+        return found
+
+    def _sending_seconds(self, ways: Moves, num_bytes: IntArray) -> FloatArray:
+        """Seconds (forward and backward, moves) of collectives of ``num_bytes`` each; of nothing in the last entry."""
+        seconds: FloatArray = np.zeros((2, len(num_bytes) + 1))
+        for axis, size in enumerate(self.mesh.shape):
+            on_axis = np.flatnonzero(ways.axis == axis) if size > 1 else np.zeros(0, dtype=np.int64)
+            for kind, runs in _RUNS.items():
+                running = runs[:, ways.name[on_axis]]
+                chosen = running.any(axis=0)
+                if chosen.any():
+                    places = on_axis[chosen]
+                    seconds[:, places] += running[:, chosen] * self.axes[axis].seconds(kind, num_bytes[places])
+        return seconds
 
     def _copy_seconds(self, value: Value, moved: FloatArray) -> FloatArray:
         """Seconds of local copies of ``moved`` bytes."""
-        model, mesh = self.cost_model, self.mesh
-        return model.compute_seconds(0.0, 2 * moved, value.dtype, "memory", num_devices=mesh.num_devices)
+        return self.cost_model.compute_seconds(0.0, 2 * moved, value.dtype, "memory", **self.where)
 
-    def _step_bytes(self, step: Step, shape: tuple[int, ...], before: Layout, after: Layout, item: int) -> int:
-        """Bytes as of ``reshard.step_traffic``, with sizes looked up."""
-        size = self.mesh.shape[step.axis]
-        if step.name in ("copy_to", "reduce_from", "all_reduce"):
-            return self.local_elements(shape, before) * item
-        if step.name == "all_to_all":
-            assert isinstance(step.source, Shard) and isinstance(step.target, Shard)
-            joined = (*before[: step.axis], REPLICATED, *before[step.axis + 1 :])
-            dim = step.source.dim
-            kept = local_shape(shape, before, self.mesh.shape)[dim]
-            whole = local_shape(shape, joined, self.mesh.shape)[dim]
-            return self.local_elements(shape, after) // whole * kept * item * size
-        small = after if isinstance(step.target, Shard) else before
-        return self.local_elements(shape, small) * item * size
+
+def _sent_elements(ways: Moves, before: IntArray, after: IntArray, mesh_shape: Sequence[int]) -> IntArray:
+    """Elements that each move sends, as of ``reshard.step_traffic``. ``before`` and ``after``: sizes (moves, dims)."""
+    rows = np.arange(len(ways.axis))
+    shards = np.array([isinstance(state, Shard) for state in ways.states])
+    pieces = np.where(shards[ways.after[rows, ways.axis]], after.prod(axis=1), before.prod(axis=1))
+    turned = np.flatnonzero(_TURNS[ways.name])
+    dims = np.array([state.dim if isinstance(state, Shard) else 0 for state in ways.states])
+    joined = dims[ways.before[turned, ways.axis[turned]]]
+    pieces[turned] = pieces[turned] // after[turned, joined] * before[turned, joined]
+    sizes = np.array(mesh_shape)[ways.axis]
+    return np.asarray(np.where(_SENDS_WHOLE[ways.name], before.prod(axis=1), pieces * sizes))

@@ -6,8 +6,10 @@ Enters: a canonical operator of a :class:`Prepared` graph, the mesh and its axes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -17,7 +19,7 @@ from autopar.costing.prepare import Prepared
 from autopar.graph import Operator
 from autopar.layout import PARTIAL, REPLICATED, Layout
 from autopar.strategies.choices import AxisChoice, Strategy, axis_choices, piece_fraction, share, strategies
-from autopar.strategies.rule import Signature, letters_of
+from autopar.strategies.rule import Exchange, Signature, letters_of
 
 Role = Literal["free", "data", "tensor"]
 HEAVY = ("matmul", "attention")
@@ -39,10 +41,11 @@ class LayoutColumn:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTable:
-    """Strategies of an operator with their costs.
+    """Strategies of an operator with their costs, for one micro-batch.
 
     ``seconds`` is forward and backward compute plus the collectives inside the operator; ``compute_seconds`` the first of
-    these; ``saved_bytes`` what the operator's own results and statistics occupy until backward; ``flops`` forward and
+    these; ``forward_seconds`` the forward pass's part; ``output_bytes`` of each result on one device and ``extra_bytes`` of the
+    statistics kept for backward; ``flops`` forward and
     backward on one device. ``inputs`` and ``outputs`` are the columns of layouts.
     """
 
@@ -51,7 +54,10 @@ class OperatorTable:
     outputs: tuple[LayoutColumn, ...]
     seconds: FloatArray
     compute_seconds: FloatArray
-    saved_bytes: FloatArray
+    forward_seconds: FloatArray
+    weight_seconds: FloatArray
+    output_bytes: tuple[FloatArray, ...]
+    extra_bytes: FloatArray
     transient_bytes: FloatArray
     flops: FloatArray
 
@@ -61,55 +67,88 @@ def operator_table(
 ) -> OperatorTable:
     """All strategies of ``operator`` that the axes' roles allow, priced."""
     signature = prepared.signatures.get(prepared.name(operator.id))
-    found = _strategies(operator, signature, prepared, conversions, roles)
+    offer = _offer(_choices(operator, signature, prepared, conversions, roles), conversions.mesh.shape)
+    found, columns_in, columns_out, shares = offer.strategies, offer.inputs, offer.outputs, offer.shares
     outputs = [value for value in operator.outputs if value]
-    columns_in = tuple(LayoutColumn.of([s.inputs[i] for s in found]) for i in range(len(operator.inputs)))
-    columns_out = tuple(LayoutColumn.of([s.outputs[i] for s in found]) for i in range(len(outputs)))
     moved = _local_bytes(operator, prepared, conversions, columns_in, columns_out)
-    shares = np.array([share(signature, s) if signature else 1.0 for s in found])
-    compute = _compute_seconds(operator, prepared, signature, conversions, moved, shares)
-    exchanged = np.array([_exchange_seconds(signature, s, prepared, operator, conversions) for s in found])
+    ahead, back = _compute_seconds(operator, prepared, signature, conversions, moved, shares)
+    exchanged = _exchange_seconds(operator, prepared, signature, conversions, found)
     differentiated = any(value in prepared.gradient for value in outputs)
     work = (signature.flops + (signature.backward_flops if differentiated else 0.0)) if signature else 0.0
-    seconds = compute + exchanged + _loss_seconds(operator, prepared, conversions, columns_out)
+    compute = ahead + back
+    seconds = compute + exchanged.sum(axis=0) + _loss_seconds(operator, prepared, conversions, columns_out)
     return OperatorTable(
         found,
         columns_in,
         columns_out,
         seconds,
         compute,
-        _saved_bytes(operator, prepared, signature, conversions, columns_out, shares),
+        ahead + exchanged[0],
+        back * _weight_share(operator, prepared, signature),
+        tuple(local_bytes(prepared, conversions, value, column) for value, column in zip(outputs, columns_out, strict=True)),
+        (signature.saved_extra_bytes if signature else 0.0) * shares,
         moved * (2.0 if differentiated else 1.0),
         work * shares,
     )
 
 
-def _strategies(
+def _weight_share(operator: Operator, prepared: Prepared, signature: Signature | None) -> float:
+    """The part of the backward pass that makes a parameter's gradient: half of a contraction's two products."""
+    values = prepared.graph.values
+    reads = any(values[value].kind == "parameter" for value in operator.inputs)
+    return 0.5 if reads and signature is not None and signature.kind == "matmul" else 0.0
+
+
+def _choices(
     operator: Operator,
     signature: Signature | None,
     prepared: Prepared,
     conversions: Conversions,
     roles: Sequence[Role],
-) -> tuple[Strategy, ...]:
+) -> tuple[tuple[AxisChoice, ...], ...]:
+    """What each axis may do to an operator."""
     outputs = [value for value in operator.outputs if value]
     flows = (
         [prepared.flows(operator, index) for index in range(len(operator.inputs))],
         [value in prepared.gradient for value in outputs],
     )
-    mesh = conversions.mesh
     letters = prepared.cuts.get(prepared.name(operator.id))
     per_axis = []
-    for role, size in zip(roles, mesh.shape, strict=True):
-        choices = axis_choices(signature, letters, flows, size)
-        choices = tuple(choice for choice in choices if _worth_offering(choice, operator, signature, prepared))
+    for role, size in zip(roles, conversions.mesh.shape, strict=True):
+        choices = prepared.offered.get((operator.id, size))
+        if choices is None:
+            choices = axis_choices(signature, letters, flows, size)
+            choices = tuple(choice for choice in choices if _worth_offering(choice, operator, signature, prepared))
+            prepared.offered[operator.id, size] = choices
         per_axis.append(_allowed(choices, role, operator, signature, prepared))
-    found = strategies(per_axis, mesh.shape)
+    return tuple(per_axis)
+
+
+@dataclass(frozen=True, eq=False)
+class _Offer:
+    """Strategies, the layouts that they give each tensor, and the part of the work that falls to the first device."""
+
+    strategies: tuple[Strategy, ...]
+    inputs: tuple[LayoutColumn, ...]
+    outputs: tuple[LayoutColumn, ...]
+    shares: FloatArray
+
+
+@lru_cache(maxsize=256)
+def _offer(per_axis: tuple[tuple[AxisChoice, ...], ...], mesh_shape: tuple[int, ...]) -> _Offer:
+    """All that the axes' choices allow together. Many operators of a model have the same choices."""
+    found = strategies(per_axis, mesh_shape)
     if not found:  # what the roles force cannot be cut so often: the axes that cannot are left whole
-        whole = axis_choices(None, None, flows, 1)
-        found = strategies([(*some, *whole) for some in per_axis], mesh.shape)
+        any_choice = per_axis[0][0]
+        whole = AxisChoice("R", (REPLICATED,) * len(any_choice.inputs), (REPLICATED,) * len(any_choice.outputs))
+        found = strategies([(*some, whole) for some in per_axis], mesh_shape)
         most = max(_num_split(strategy) for strategy in found)
         found = tuple(strategy for strategy in found if _num_split(strategy) == most)
-    return found
+    inputs, outputs = (
+        tuple(LayoutColumn.of(layouts) for layouts in zip(*side, strict=True))
+        for side in ([strategy.inputs for strategy in found], [strategy.outputs for strategy in found])
+    )
+    return _Offer(found, inputs, outputs, np.array([share(strategy) for strategy in found]))
 
 
 def _worth_offering(
@@ -200,10 +239,11 @@ def _compute_seconds(
     conversions: Conversions,
     moved: FloatArray,
     shares: FloatArray,
-) -> FloatArray:
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of the forward and of the backward pass, by strategy."""
     kind = signature.kind if signature else "elementwise"
     if kind in ("view", "free"):
-        return np.zeros(len(moved))
+        return np.zeros(len(moved)), np.zeros(len(moved))
     outputs = [value for value in operator.outputs if value]
     values = [prepared.graph.values[value] for value in (*outputs, *operator.inputs)]
     floats = [value.dtype for value in values if "float" in value.dtype]
@@ -213,35 +253,42 @@ def _compute_seconds(
         "matmul" if kind == "matmul" else "attention" if kind == "attention" else "elementwise"
     )
     flops = signature.flops if signature else 0.0
-    seconds = model.compute_seconds(flops * shares, moved, dtype, priced, num_devices=conversions.mesh.num_devices)
-    if any(value in prepared.gradient for value in outputs):
-        back = signature.backward_flops if signature else 0.0
-        seconds = seconds + model.compute_seconds(
-            back * shares, 2 * moved, dtype, priced, num_devices=conversions.mesh.num_devices
-        )
-    return seconds
+    ahead = model.compute_seconds(flops * shares, moved, dtype, priced, **conversions.where)
+    if not any(value in prepared.gradient for value in outputs):
+        return ahead, np.zeros(len(moved))
+    flops = signature.backward_flops if signature else 0.0
+    return ahead, model.compute_seconds(flops * shares, 2 * moved, dtype, priced, **conversions.where)
 
 
 def _exchange_seconds(
-    signature: Signature | None, strategy: Strategy, prepared: Prepared, operator: Operator, conversions: Conversions
-) -> float:
-    """Collectives that the operator performs itself, on each axis that splits a letter which needs them."""
-    if signature is None or not signature.exchanges:
-        return 0.0
-    split = strategy.split
+    operator: Operator,
+    prepared: Prepared,
+    signature: Signature | None,
+    conversions: Conversions,
+    found: Sequence[Strategy],
+) -> FloatArray:
+    """Seconds (forward and backward, strategies) of collectives that the operator performs itself, on each axis that splits
+    a letter which needs them."""
+    seconds: FloatArray = np.zeros((2, len(found)))
+    if signature is None:
+        return seconds
     differentiated = any(value in prepared.gradient for value in operator.outputs)
-    seconds = 0.0
-    for axis, choice in enumerate(strategy.axes):
-        for exchange in signature.exchanges:
-            if exchange.letter == choice.letter and (differentiated or not exchange.backward):
-                num_bytes = float(exchange.item_bytes)
-                for letter in exchange.letters:
-                    part = piece_fraction(*split[letter], signature.sizes, letter) if letter in split else 1.0
-                    num_bytes *= signature.sizes[letter] * part
-                num_bytes += exchange.more_elements * exchange.item_bytes
-                amount = np.array([num_bytes])
-                seconds += exchange.count * float(conversions.axes[axis].seconds(exchange.kind, amount)[0])  # type: ignore[arg-type]
+    exchanges = [exchange for exchange in signature.exchanges if differentiated or not exchange.backward]
+    for (axis, cost), exchange in itertools.product(enumerate(conversions.axes), exchanges):
+        places = [place for place, strategy in enumerate(found) if strategy.axes[axis].letter == exchange.letter]
+        if places:
+            amounts = [_exchanged_bytes(exchange, signature, found[place]) for place in places]
+            seconds[int(exchange.backward), places] += exchange.count * cost.seconds(exchange.kind, amounts)
     return seconds
+
+
+def _exchanged_bytes(exchange: Exchange, signature: Signature, strategy: Strategy) -> float:
+    """Bytes of one collective of an exchange on the first device."""
+    elements = 1.0
+    for letter in exchange.letters:
+        part = piece_fraction(*strategy.split[letter]) if letter in strategy.split else 1.0
+        elements *= signature.sizes[letter] * part
+    return (elements + exchange.more_elements) * exchange.item_bytes
 
 
 def _loss_seconds(
@@ -255,25 +302,6 @@ def _loss_seconds(
     whole: Layout = (REPLICATED,) * conversions.mesh.num_axes
     prices = conversions.prices(graph.values[graph.loss], column.distinct, [whole], True)
     return np.asarray(prices.seconds[column.which, 0])
-
-
-def _saved_bytes(
-    operator: Operator,
-    prepared: Prepared,
-    signature: Signature | None,
-    conversions: Conversions,
-    outputs: Sequence[LayoutColumn],
-    shares: FloatArray,
-) -> FloatArray:
-    total = np.zeros(len(shares))
-    values = [value for value in operator.outputs if value]
-    for value, column in zip(values, outputs, strict=True):
-        storage = prepared.graph.values[value].storage or value
-        if storage == value and prepared.name(value) in prepared.saved:
-            total = total + local_bytes(prepared, conversions, value, column)
-    if signature and any(value in prepared.gradient for value in values):
-        total = total + signature.saved_extra_bytes * shares
-    return total
 
 
 __all__ = ["HEAVY", "LayoutColumn", "OperatorTable", "Role", "local_bytes", "operator_table"]

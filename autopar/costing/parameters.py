@@ -1,8 +1,9 @@
 """A parameter on one mesh: in which layouts its readers may start from it, how it may rest, and what each costs.
 
 Storage is the use layout, sharded further on axes where the gradient is partial: replicated (data parallelism), or
-ZeRO-1, 2, 3 (Rajbhandari et al., SC'20, section 5). With one micro-batch a step ZeRO-2 sends what ZeRO-1 sends and keeps
-less, so ZeRO-1 is offered only where it is forced.
+ZeRO-1, 2, 3 (Rajbhandari et al., SC'20, section 5). Gradients are summed over devices once a step, under ZeRO-2 and 3
+once a micro-batch, and ZeRO-3 gathers the parameter for every micro-batch. With one micro-batch a step ZeRO-2 sends what
+ZeRO-1 sends and keeps less, so ZeRO-1 is then offered only where it is forced.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ class ParameterChoice:
 class ParameterTable:
     """The ways to keep a parameter with their costs.
 
-    ``seconds``: gathers, gradient reductions and the optimizer's own update; ``optimizer_seconds``: the latter;
+    ``seconds``: gathers, gradient reductions and the optimizer's own update in a step; ``once_seconds``: the part of them
+    that does not grow with the number of micro-batches; ``optimizer_seconds``: the update's;
     ``kept_bytes``: parameter, working copy, gradient and optimizer states; ``parts``: these four, (4, choices).
     """
 
     choices: tuple[ParameterChoice, ...]
     use: LayoutColumn
     seconds: FloatArray
+    once_seconds: FloatArray
     optimizer_seconds: FloatArray
     kept_bytes: FloatArray
     parts: FloatArray
@@ -61,6 +64,7 @@ def parameter_table(
     zero: int | None,
     optimizer: str,
     kept_for_backward: bool = True,
+    num_micro_batches: int = 1,
 ) -> ParameterTable:
     """All ways to keep the parameter ``value`` whose readers want the layouts ``wanted``.
 
@@ -70,20 +74,19 @@ def parameter_table(
     uses.setdefault((REPLICATED,) * conversions.mesh.num_axes)
     choices = []
     for use in uses:
-        stored = list(_storages(value, use, conversions, roles, zero)) if trainable else []
+        stored = list(_storages(value, use, conversions, roles, zero, num_micro_batches)) if trainable else []
         choices.extend(stored or [ParameterChoice(use, _resting(use), 0)])
-    seconds, optimizing, parts, transient = zip(
-        *(_price(value, choice, trainable, conversions, optimizer, kept_for_backward) for choice in choices), strict=True
-    )
-    kept = np.array(parts, dtype=np.float64).T
+    parts, transient = _bytes(value, choices, trainable, conversions, optimizer)
+    each, once, optimizing = _seconds(value, choices, trainable, conversions, parts, kept_for_backward)
     return ParameterTable(
         tuple(choices),
         LayoutColumn.of([choice.use for choice in choices]),
-        np.array(seconds),
-        np.array(optimizing),
-        np.ascontiguousarray(kept.sum(axis=0)),
-        kept,
-        np.array(transient, dtype=np.float64),
+        num_micro_batches * each + once,
+        once,
+        optimizing,
+        parts.sum(axis=0),
+        parts,
+        transient,
     )
 
 
@@ -92,13 +95,14 @@ def _resting(use: Layout) -> Layout:
 
 
 def _storages(
-    value: Value, use: Layout, conversions: Conversions, roles: Sequence[Role], zero: int | None
+    value: Value, use: Layout, conversions: Conversions, roles: Sequence[Role], zero: int | None, num_micro_batches: int
 ) -> Sequence[ParameterChoice]:
     """Replicated and ZeRO storage for one use layout. A forced level holds on every axis that could take it."""
     axes = [a for a, state in enumerate(use) if state == SUMMED_GRADIENT and conversions.mesh.shape[a] > 1]
     axes = [a for a in axes if roles[a] != "tensor"]
     found = [ParameterChoice(use, _resting(use), 0)]
-    levels = (2, 3) if zero is None else (zero,) if zero else ()
+    offered = (2, 3) if num_micro_batches == 1 else (1, 2, 3)
+    levels = offered if zero is None else (zero,) if zero else ()
     sharded: list[ParameterChoice] = []
     for count in range(len(axes), 0, -1):
         for some in itertools.combinations(axes, count):
@@ -125,48 +129,69 @@ def _sharded(value: Value, use: Layout, axes: Sequence[int], conversions: Conver
     return None
 
 
-def _price(
+def _levels(choices: Sequence[ParameterChoice]) -> np.ndarray:
+    return np.array([choice.zero for choice in choices])
+
+
+def _bytes(
+    value: Value, choices: Sequence[ParameterChoice], trainable: bool, conversions: Conversions, optimizer: str
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes by choice: parameter, working copy, gradient and states (4, choices), and what is held for a moment."""
+    item, zero = ITEM_BYTES[value.dtype], _levels(choices)
+    used, stored = (
+        np.array([conversions.local_elements(value.shape, layout) for layout in layouts], dtype=np.float64)
+        for layouts in ([choice.use for choice in choices], [choice.storage for choice in choices])
+    )
+    if not trainable:
+        return np.array([stored * item, *np.zeros((3, len(choices)))]), np.zeros(len(choices))
+    states = np.array([optimizer_state_bytes(int(count), value.dtype, optimizer) for count in stored], dtype=np.float64)
+    copy = np.where((zero == 1) | (zero == 2), used * item, 0.0)
+    gradient = np.where(zero <= 1, used, stored) * item
+    moment = used * item * np.select([zero == 3, zero == 2], [2.0, 1.0])
+    return np.array([stored * item, copy, gradient, states]), moment
+
+
+def _seconds(
     value: Value,
-    choice: ParameterChoice,
+    choices: Sequence[ParameterChoice],
     trainable: bool,
     conversions: Conversions,
-    optimizer: str,
+    parts: FloatArray,
     kept_for_backward: bool,
-) -> tuple[float, float, tuple[float, float, float, float], float]:
-    """Seconds, the optimizer's seconds, bytes (parameter, working copy, gradient, states), bytes held for a moment."""
-    item = ITEM_BYTES[value.dtype]
-    used = conversions.local_elements(value.shape, choice.use)
-    stored = conversions.local_elements(value.shape, choice.storage)
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds by choice, for each micro-batch and once a step, and the optimizer's part of the latter."""
     if not trainable:
-        return 0.0, 0.0, (stored * item, 0.0, 0.0, 0.0), 0.0
-    states = float(optimizer_state_bytes(stored, value.dtype, optimizer))
-    moved = 2 * states + 3 * stored * item
-    optimizing = float(conversions.cost_model.compute_seconds(0.0, moved, value.dtype, "memory"))
-    gathers = 2 if choice.zero == 3 and kept_for_backward else 1
-    seconds = optimizing + gradient_seconds(value, choice, conversions, gathers)
-    copy = used * item if choice.zero in (1, 2) else 0.0
-    gradient = (used if choice.zero in (0, 1) else stored) * item
-    moment = used * item * (2.0 if choice.zero == 3 else 1.0 if choice.zero == 2 else 0.0)
-    return seconds, optimizing, (stored * item, copy, gradient, states), moment
+        return np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
+    zero = _levels(choices)
+    stored, _, _, states = parts
+    moved = 2 * states + 3 * stored
+    optimizing = conversions.cost_model.compute_seconds(0.0, moved, value.dtype, "memory", **conversions.where)
+    gathering, reducing = _storage_seconds(value, choices, conversions)
+    each = np.where(zero >= 2, reducing, 0.0) + np.where(zero == 3, gathering * (1 + kept_for_backward), 0.0)
+    once = optimizing + np.where(zero < 2, reducing, 0.0) + np.where(zero < 3, gathering, 0.0)
+    return each, once, optimizing
 
 
-def gradient_seconds(value: Value, choice: ParameterChoice, conversions: Conversions, gathers: int) -> float:
-    """Seconds of the collectives between storage and use in one step, which gathers the parameter ``gathers`` times."""
-    mesh, item = conversions.mesh, ITEM_BYTES[value.dtype]
-    seconds = 0.0
-    current = choice.storage
-    for step in steps(choice.storage, choice.use):
-        axis = conversions.axes[step.axis]
-        after = (*current[: step.axis], step.target, *current[step.axis + 1 :])
-        if step.name == "copy_to" and mesh.shape[step.axis] > 1:
-            num_bytes = conversions.local_elements(value.shape, current) * item
-            buckets = max(num_bytes / BUCKET_BYTES, 0.0)
-            full = float(axis.seconds("all_reduce", np.array([BUCKET_BYTES], dtype=np.float64))[0])
-            seconds += full * buckets
-        elif step.name == "all_gather" and mesh.shape[step.axis] > 1:
-            num_bytes = conversions.local_elements(value.shape, current) * item * mesh.shape[step.axis]
-            amount = np.array([num_bytes], dtype=np.float64)
-            seconds += gathers * float(axis.seconds("all_gather", amount)[0])
-            seconds += float(axis.seconds("reduce_scatter", amount)[0])
-        current = after
-    return seconds
+def _storage_seconds(
+    value: Value, choices: Sequence[ParameterChoice], conversions: Conversions
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds by choice of one gather of the parameter from storage to use, and of one reduction of its gradient back."""
+    sizes, item = conversions.mesh.shape, ITEM_BYTES[value.dtype]
+    sent: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
+    for place, choice in enumerate(choices):
+        current = choice.storage
+        for step in steps(choice.storage, choice.use):
+            if step.name in ("copy_to", "all_gather") and sizes[step.axis] > 1:
+                places, amounts = sent.setdefault((step.axis, step.name), ([], []))
+                places.append(place)
+                amounts.append(conversions.local_elements(value.shape, current) * item)
+            current = (*current[: step.axis], step.target, *current[step.axis + 1 :])
+    gathering, reducing = np.zeros((2, len(choices)))
+    for (axis, name), (places, amounts) in sent.items():
+        cost, num_bytes = conversions.axes[axis], np.array(amounts, dtype=np.float64)
+        if name == "copy_to":
+            reducing[places] += cost.seconds("all_reduce", BUCKET_BYTES) * num_bytes / BUCKET_BYTES
+        else:
+            gathering[places] += cost.seconds("all_gather", num_bytes * sizes[axis])
+            reducing[places] += cost.seconds("reduce_scatter", num_bytes * sizes[axis])
+    return gathering, reducing

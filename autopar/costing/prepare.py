@@ -14,6 +14,7 @@ from functools import cached_property
 from autopar.gradients import has_gradient
 from autopar.graph import BatchLiteral, Operator, OpGraph
 from autopar.sharing import Reader, sharing_groups
+from autopar.strategies.choices import AxisChoice
 from autopar.strategies.cuts import LetterCuts, letter_cuts
 from autopar.strategies.registry import signature_of
 from autopar.strategies.rule import Signature
@@ -52,6 +53,11 @@ class Prepared:
     def num_conversions(self, value: str) -> int:
         """How many conversions of a value may be needed: one per reader, one for all readers of a sharing group."""
         return len({self.groups.get(reader, reader) for reader in self.graph.readers_of.get(value, ())})
+
+    @cached_property
+    def offered(self) -> dict[tuple[str, int], tuple[AxisChoice, ...]]:
+        """Choices on one axis by canonical operator and size of the axis: filled while meshes are priced."""
+        return {}
 
     @cached_property
     def fallbacks(self) -> tuple[str, ...]:

@@ -4,11 +4,15 @@ One node per operator (its strategies), per input (the layout in which it is han
 and per sharing group (the layout its readers want); edges price conversions. Arrays are made once per repeated block and
 referenced by every occurrence, so the work does not grow with depth. There is one row of memory, the bytes kept
 throughout a step; what is held for a moment is added by the planner.
+
+Seconds are of a whole step: prices of one micro-batch times their number, and what is done once. A block that computes
+again in backward (``recompute.py``) pays its forward pass twice and keeps only what enters its recomputed parts, for each
+micro-batch in flight; one such block of a stage, the one whose turn it is, holds all of it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,8 +21,10 @@ import numpy as np
 from autopar.costing.conversions import Conversions, FloatArray
 from autopar.costing.operators import LayoutColumn, OperatorTable, Role, operator_table
 from autopar.costing.parameters import ParameterTable, parameter_table
+from autopar.costing.kept import KeptBytes
 from autopar.costing.prepare import Prepared
-from autopar.graph import Block, Operator
+from autopar.costing.setting import Setting
+from autopar.graph import ITEM_BYTES, Block, BlockGroup, Operator
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
@@ -30,7 +36,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, eq=False)
 class Costed:
-    """A model priced on one mesh.
+    """A model, or a stage of it, priced on one mesh in one setting.
 
     Nodes of ``problem`` are, in this order, ``operators``, ``inputs``, ``parameters`` and ``shared``; each of the four
     maps an id to its node. The tables are by canonical id.
@@ -40,12 +46,14 @@ class Costed:
     roles: tuple[Role, ...]
     prepared: Prepared
     conversions: Conversions
+    setting: Setting
     problem: Problem
     nodes: dict[str, int]
     operator_tables: dict[str, OperatorTable]
     input_columns: dict[str, LayoutColumn]
     parameter_tables: dict[str, ParameterTable]
     shared_columns: dict[str, LayoutColumn]
+    edges_forward: tuple[FloatArray | None, ...] = ()  # seconds of the forward pass of one micro-batch, for each edge
 
     def operator_table(self, operator: str) -> OperatorTable:
         return self.operator_tables[self.prepared.name(operator)]
@@ -62,10 +70,13 @@ class _Builder:
     conversions: Conversions
     roles: tuple[Role, ...]
     options: PlanOptions
+    setting: Setting
+    kept_by: KeptBytes
     nodes: dict[str, int] = field(default_factory=dict)
     costs: list[FloatArray] = field(default_factory=list)
     memory: list[FloatArray | None] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    forward: list[FloatArray | None] = field(default_factory=list)
     kept: dict[Hashable, object] = field(default_factory=dict)
     tables: dict[str, OperatorTable] = field(default_factory=dict)
     inputs: dict[str, LayoutColumn] = field(default_factory=dict)
@@ -84,9 +95,25 @@ class _Builder:
         self.memory.append(memory)
 
 
-def build(prepared: Prepared, mesh: Mesh, roles: Sequence[Role], cost_model: CostModel, options: PlanOptions) -> Costed:
-    """Price every choice of every operator and parameter of a model on ``mesh``. The memory budget is left open."""
-    builder = _Builder(prepared, Conversions(mesh, cost_model), tuple(roles), options)
+def build(
+    prepared: Prepared,
+    mesh: Mesh,
+    roles: Sequence[Role],
+    cost_model: CostModel,
+    options: PlanOptions,
+    setting: Setting = Setting(),
+    like: Costed | None = None,
+) -> Costed:
+    """Price every choice of every operator and parameter of a model on ``mesh``. The memory budget is left open.
+
+    ``like``: the same graph priced on the same mesh in another setting, whose tables are used again.
+    """
+    conversions = like.conversions if like else Conversions(mesh, cost_model, setting.first_rank)
+    builder = _Builder(prepared, conversions, tuple(roles), options, setting, KeptBytes(prepared, setting))
+    if like is not None:
+        builder.tables.update(like.operator_tables)
+        if like.setting.num_micro_batches == setting.num_micro_batches:
+            builder.parameters.update(like.parameter_tables)
     _add_operators(builder)
     _add_sources(builder)
     _add_shared(builder)
@@ -102,13 +129,13 @@ def build(prepared: Prepared, mesh: Mesh, roles: Sequence[Role], cost_model: Cos
         tuple(builder.nodes),
     )
     return Costed(
-        mesh, tuple(roles), prepared, builder.conversions, problem, builder.nodes,
-        builder.tables, builder.inputs, builder.parameters, builder.shared,
+        mesh, tuple(roles), prepared, builder.conversions, setting, problem, builder.nodes,
+        builder.tables, builder.inputs, builder.parameters, builder.shared, tuple(builder.forward),
     )  # fmt: skip
 
 
 def _add_operators(builder: _Builder) -> None:
-    prepared = builder.prepared
+    prepared, conversions = builder.prepared, builder.conversions
     for operator in prepared.graph.operators:
         name = prepared.name(operator.id)
         if name not in builder.tables:
@@ -116,8 +143,12 @@ def _add_operators(builder: _Builder) -> None:
                 prepared.graph.operator_of[name], prepared, builder.conversions, builder.roles
             )
         table = builder.tables[name]
-        costs = builder.once(("cost", name), _operator_seconds, builder, name, table)
-        builder.node(operator.id, costs, builder.once(("memory", name), _row, table.saved_bytes))
+        role = builder.kept_by.role(operator.id)
+        sends = tuple(value for value in operator.outputs if value in builder.setting.boundary)
+        key = ("cost", name, role.again, sends)
+        costs = builder.once(key, _operator_seconds, builder, operator if sends else None, name, table, role.again)
+        memory = builder.once(("memory", name, role), builder.kept_by.operator_bytes, operator, role, table)
+        builder.node(operator.id, costs, builder.once(("row", name, role), _row, memory))
 
 
 def _row(num_bytes: FloatArray) -> FloatArray:
@@ -126,18 +157,29 @@ def _row(num_bytes: FloatArray) -> FloatArray:
     return row
 
 
-def _operator_seconds(builder: _Builder, name: str, table: OperatorTable) -> FloatArray:
-    """An operator's own seconds, and those of converting buffers and constants, which always rest replicated."""
+def _operator_seconds(
+    builder: _Builder, sender: Operator | None, name: str, table: OperatorTable, again: bool
+) -> FloatArray:
+    """An operator's own seconds, and those of converting buffers and constants, which always rest replicated, and of what
+    ``sender``, the operator where it sends to the next stage, sends. ``again``: the forward pass is done twice."""
     prepared = builder.prepared
     operator = prepared.graph.operator_of[name]
     whole: Layout = (REPLICATED,) * builder.conversions.mesh.num_axes
-    total: FloatArray = np.array(table.seconds)
+    total: FloatArray = table.seconds + table.forward_seconds if again else np.array(table.seconds)
     for index, value in enumerate(operator.inputs):
         described = prepared.graph.values[value]
         if described.kind in ("buffer", "constant"):
             column = table.inputs[index]
-            total += builder.conversions.prices(described, [whole], column.distinct, False).seconds[0, column.which]
-    return total
+            once = builder.conversions.prices(described, [whole], column.distinct, False).seconds[0, column.which]
+            total += once * (1 + again)
+    outputs = [value for value in (sender or operator).outputs if value]
+    for column, value in zip(table.outputs, outputs, strict=True):
+        if sender is not None and value in builder.setting.boundary:
+            target = [builder.setting.boundary[value]]
+            flows = value in prepared.gradient
+            prices = builder.conversions.prices(prepared.graph.values[value], column.distinct, target, flows)
+            total += prices.seconds[column.which, 0]
+    return builder.setting.num_micro_batches * total
 
 
 def _readers(builder: _Builder, value: str) -> Iterable[tuple[Operator, int]]:
@@ -169,6 +211,12 @@ def _add_sources(builder: _Builder) -> None:
         column = LayoutColumn.of(list(dict.fromkeys([whole, *layouts])))
         builder.inputs[entry.value] = column
         builder.node(entry.value, np.zeros(len(column.distinct)), None)
+    for value in graph.received:
+        column = LayoutColumn.of([builder.setting.boundary.get(value, whole)])
+        builder.inputs[value] = column
+        described = graph.values[value]
+        num_bytes = builder.conversions.local_elements(described.shape, column.distinct[0]) * ITEM_BYTES[described.dtype]
+        builder.node(value, np.zeros(1), _row(np.array([float(num_bytes)]) * builder.setting.in_flight))
     for parameter in graph.parameters:
         name = prepared.name(parameter.value)
         if name not in builder.parameters:
@@ -181,6 +229,7 @@ def _add_sources(builder: _Builder) -> None:
                 builder.options.parallelism.zero,
                 builder.options.optimizer,
                 name in prepared.saved,
+                builder.setting.num_micro_batches,
             )
         table = builder.parameters[name]
         builder.node(parameter.value, table.seconds, builder.once(("kept", name), _row, table.kept_bytes))
@@ -244,6 +293,7 @@ def _add_edge(builder: _Builder, operator: Operator, index: int) -> None:
         shared = builder.shared[f"{prepared.name(value)}{key.removeprefix(value)}"]
         costs = builder.once(("same", id(shared), name, index), _same, shared, column)
         builder.edges.append(Edge(builder.nodes[key], builder.nodes[operator.id], costs))
+        builder.forward.append(None)
     elif prepared.graph.values[value].kind not in ("buffer", "constant"):
         saves = _saves(prepared, name, index)
         _connect(builder, value, operator.id, (name, index), column, prepared.flows(operator, index), saves)
@@ -251,7 +301,9 @@ def _add_edge(builder: _Builder, operator: Operator, index: int) -> None:
 
 def _same(source: LayoutColumn, target: LayoutColumn) -> FloatArray:
     """0 where both choose one layout, absent elsewhere."""
-    equal = np.array([[one == other for other in target.distinct] for one in source.distinct])
+    place = {layout: column for column, layout in enumerate(target.distinct)}
+    alike = np.array([place.get(layout, -1) for layout in source.distinct])
+    equal = alike[:, None] == np.arange(len(target.distinct))
     return np.asarray(np.where(equal, 0.0, np.inf)[np.ix_(source.which, target.which)])
 
 
@@ -260,38 +312,41 @@ def _connect(
 ) -> None:
     """The edge that prices the conversion of ``value`` for the node ``target``."""
     node, source = _source_column(builder, value)
-    key = (builder.prepared.name(value), reader, flows, saves)
+    role = builder.kept_by.edge(value, target)
+    key = (builder.prepared.name(value), reader, flows, saves, role)
 
-    def arrays() -> tuple[FloatArray, FloatArray | None]:
+    def arrays() -> tuple[FloatArray, FloatArray | None, FloatArray]:
         described = builder.prepared.graph.values[value]
         prices = builder.conversions.prices(described, source.distinct, column.distinct, flows)
         spread = np.ix_(source.which, column.which)
-        made = np.ascontiguousarray(prices.made_bytes[spread])[None] if saves and prices.made_bytes.any() else None
-        seconds = np.ascontiguousarray(prices.seconds[spread])
+        made = role.bytes_of(saves, prices)
+        memory = np.ascontiguousarray(made[spread])[None] if made is not None and made.any() else None
+        seconds = prices.seconds + prices.forward_seconds if role.again else prices.seconds
+        costs = np.ascontiguousarray(seconds[spread]) * builder.setting.num_micro_batches
         if described.kind == "parameter" and flows:
-            seconds[_sums_gradient(source, column)[spread]] = np.inf
-        return seconds, made
+            costs[_sums_gradient(source, column)[spread]] = np.inf
+        return costs, memory, prices.forward_seconds[spread]
 
-    costs, memory = builder.once(key, arrays)
+    costs, memory, forward = builder.once(key, arrays)
     builder.edges.append(Edge(builder.nodes[node], builder.nodes[target], costs, memory))
+    builder.forward.append(forward)
 
 
 def _sums_gradient(source: LayoutColumn, target: LayoutColumn) -> np.ndarray:
     """Pairs in which a conversion would sum a parameter's gradient. That is the business of its storage, which does it once
     a step and for all parameters together, so such conversions are not offered."""
-    summing = (REPLICATED, SUMMED_GRADIENT)
-    return np.array(
-        [[summing in zip(one, other, strict=True) for other in target.distinct] for one in source.distinct]
-    )
+    whole = np.array([[state == REPLICATED for state in layout] for layout in source.distinct])
+    summed = np.array([[state == SUMMED_GRADIENT for state in layout] for layout in target.distinct])
+    return np.asarray((whole[:, None] & summed[None]).any(axis=-1))
 
 
 def _repeats(builder: _Builder) -> tuple[Repeat, ...]:
     """For each group of blocks its nodes, aligned; a parameter that others read too is a hub, and none of a block's."""
     graph = builder.prepared.graph
     found = []
-    for group in graph.block_groups:
+    for group, blocks in _alike(builder):
         instances = []
-        for block in group.blocks:
+        for block in blocks:
             members = set(block.operators)
             hubs = {
                 value for value in block.parameters if any(reader not in members for reader, _ in graph.readers_of[value])
@@ -301,6 +356,21 @@ def _repeats(builder: _Builder) -> tuple[Repeat, ...]:
         if len(instances) > 1 and len({len(instance) for instance in instances}) == 1:
             found.append(Repeat(tuple(instances), builder.options.max_variants))
     return tuple(found)
+
+
+def _alike(builder: _Builder) -> Iterator[tuple[BlockGroup, list[Block]]]:
+    """The blocks of each group that cost and keep the same."""
+    for group in builder.prepared.graph.block_groups:
+        kinds: dict[Hashable, list[Block]] = {}
+        for block in group.blocks:
+            sends = any(
+                value in builder.setting.boundary
+                for operator in block.operators
+                for value in builder.prepared.graph.operator_of[operator].outputs
+            )
+            kinds.setdefault((builder.kept_by.kind(block), sends), []).append(block)
+        for blocks in kinds.values():
+            yield group, blocks
 
 
 def block_nodes(prepared: Prepared, nodes: Mapping[str, int], block: Block) -> list[str]:

@@ -3,13 +3,18 @@
 Enters: the plan with its graph, cluster, options and the result of the search. Leaves: one JSON object, the same for the
 same plan; ``plan.report()`` adds the seconds spent planning. In the order in which data flows:
 
-``breakdown``    seconds and bytes of the chosen plan by kind
+``views``        each stage as the rest reads it
+``breakdown``    seconds and bytes of a stage by kind
 ``entries``      operators, parameters, fallbacks
+``summary``      model, cluster, mesh, work, warnings
 ``collectives``  every collective with its bytes, link and seconds
+``stages``       the stages, and the predicted step
+``timeline``     when each pipeline rank does what
 ``search``       the certificate, and the plan's rivals
-``summary``      model, cluster, mesh, prediction, warnings
+``neighbours``   why each choice is not made otherwise
 ``document``     all of these -> the report
 ``schema``       its JSON Schema
+``tables``, ``units``  rows and numbers as people read them
 ``text``         the report -> text for people
 """
 

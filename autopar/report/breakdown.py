@@ -1,64 +1,97 @@
-"""Where the seconds and the bytes of the chosen plan go.
+"""Where the seconds and the bytes of each stage go.
 
-Enters: a candidate, that is a priced model and the solver's choices. Leaves: sums by kind. The seconds are the solver's
-own costs, node by node and edge by edge, so that their sum is the cost that was minimised:
+Enters: a view of a stage. Leaves: sums by kind. The seconds are the solver's own costs, node by node and edge by edge, so
+that their sum is the cost that was minimised, of all micro-batches of a step:
 
-    step = compute + copies + communication of layout changes     operators, and edges between values and their readers
+    busy = compute + copies + communication of layout changes     operators, and edges between values and their readers
+         + the same again where a block is recomputed
          + communication of parameters + optimizer                parameters
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import TypeVar
 
-from autopar.codegen.conversions import Wiring
-from autopar.costing.candidate import Candidate
 from autopar.costing.conversions import Conversions
-from autopar.costing.problem import Costed
-from autopar.graph import OpGraph
-from autopar.layout import Layout
-from autopar.plans import Resolved
+from autopar.graph import Operator
+from autopar.layout import REPLICATED, Layout
+from autopar.report.views import View
 from cost_models import COLLECTIVE_KINDS, AxisCost
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step's seconds by kind; ``total`` is the solver's cost.
+    """A stage's seconds of a step by kind; ``total`` is the solver's cost.
 
     ``compute``: operators, forward and backward. ``copies``: what layout changes copy on a device, without traffic.
     ``resharding``: collectives that change layouts, those inside operators and of the loss included (tensor-parallel
-    traffic). ``parameters``: gradient reduction and ZeRO gathers. ``optimizer``: the update.
+    traffic). ``recomputation``: forward passes done again in backward, with their layout changes. ``parameters``:
+    gradient reduction and ZeRO gathers. ``optimizer``: the update.
     """
 
-    compute: float
-    copies: float
-    resharding: float
-    parameters: float
-    optimizer: float
+    compute: float = 0.0
+    copies: float = 0.0
+    resharding: float = 0.0
+    recomputation: float = 0.0
+    parameters: float = 0.0
+    optimizer: float = 0.0
 
     @property
     def total(self) -> float:
-        return math.fsum((self.compute, self.copies, self.resharding, self.parameters, self.optimizer))
+        return math.fsum(vars(self).values())
+
+    def to_json(self) -> dict[str, float]:
+        """By kind, as the report names them."""
+        return {
+            "compute_seconds": self.compute,
+            "copies_seconds": self.copies,
+            "resharding_seconds": self.resharding,
+            "recomputation_seconds": self.recomputation,
+            "parameter_communication_seconds": self.parameters,
+            "optimizer_seconds": self.optimizer,
+        }
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on the fullest device by kind; ``momentary`` are held only for a part of the step."""
+    """Bytes on a device by kind; ``momentary`` are held only for a part of the step."""
 
-    parameters: float
-    working_copies: float
-    gradients: float
-    optimizer_states: float
-    saved_activations: float
-    momentary: float
+    parameters: float = 0.0
+    working_copies: float = 0.0
+    gradients: float = 0.0
+    optimizer_states: float = 0.0
+    saved_activations: float = 0.0
+    momentary: float = 0.0
 
     @property
     def total(self) -> float:
-        parts = (self.parameters, self.working_copies, self.gradients, self.optimizer_states, self.saved_activations)
-        return math.fsum((*parts, self.momentary))
+        return math.fsum(vars(self).values())
+
+    def to_json(self, available_bytes: float) -> dict[str, float]:
+        """By kind, as the report names them."""
+        return {
+            "parameter_bytes": self.parameters,
+            "working_copy_bytes": self.working_copies,
+            "gradient_bytes": self.gradients,
+            "optimizer_state_bytes": self.optimizer_states,
+            "saved_activation_bytes": self.saved_activations,
+            "momentary_bytes": self.momentary,
+            "total_bytes": self.total,
+            "available_bytes": available_bytes,
+        }
+
+
+Sums = TypeVar("Sums", Seconds, Bytes)
+
+
+def added(parts: Iterable[Sums], kind: type[Sums]) -> Sums:
+    """The sum, kind by kind."""
+    listed = list(parts)
+    return kind(**{field.name: math.fsum(getattr(part, field.name) for part in listed) for field in fields(kind)})
 
 
 @dataclass(frozen=True)
@@ -69,75 +102,95 @@ class Conversion:
     source: Layout
     target: Layout
     has_gradient: bool
-    reader: str
 
 
-def chosen(candidate: Candidate) -> tuple[int, ...]:
-    """The solver's choices of a candidate that has some."""
-    assert candidate.assignment.choices is not None, "only a plan that was found is explained"
-    return candidate.assignment.choices
-
-
-def seconds_of(candidate: Candidate, resolved: Resolved) -> Seconds:
-    """A step's seconds by kind."""
-    costed, choices, graph = candidate.costed, chosen(candidate), resolved.graph
-    costs = costed.problem.node_costs_seconds
-    compute, inside, parameters, optimizer = [], [], [], []
-    for operator in graph.operators:
-        node = costed.nodes[operator.id]
-        part = float(costed.operator_table(operator.id).compute_seconds[choices[node]])
-        compute.append(part)
-        inside.append(float(costs[node][choices[node]]) - part)
-    for parameter in graph.parameters:
-        node = costed.nodes[parameter.value]
-        part = float(costed.parameter_table(parameter.value).optimizer_seconds[choices[node]])
-        optimizer.append(part)
-        parameters.append(float(costs[node][choices[node]]) - part)
-    edges = [float(e.costs_seconds[choices[e.source], choices[e.target]]) for e in costed.problem.edges]
-    copied = math.fsum(copy_seconds(costed, resolved))
+def seconds_of(view: View) -> Seconds:
+    """A stage's seconds by kind."""
+    count = view.num_micro_batches
+    compute, inside, again = [], [], []
+    for operator in view.graph.operators:
+        table, choice = view.operator_table(operator.id), view.choice(operator.id)
+        compute.append(count * float(table.compute_seconds[choice]))
+        inside += [view.seconds(operator.id), -compute[-1]]
+        if view.names[operator.id] in view.keeping.run_of:
+            again.append(count * (float(table.forward_seconds[choice]) + _fixed_seconds(view, operator)))
+    parameters, optimizer = [], []
+    for parameter in view.graph.parameters:
+        table_ = view.parameter_table(parameter.value)
+        optimizer.append(float(table_.optimizer_seconds[view.choice(parameter.value)]))
+        parameters += [view.seconds(parameter.value), -optimizer[-1]]
+    again += _edges_again(view)
+    copied = count * math.fsum(copy_seconds(view))
     return Seconds(
         compute=math.fsum(compute),
         copies=copied,
-        resharding=math.fsum((*inside, *edges, -copied)),
+        resharding=math.fsum((*inside, *view.incoming_seconds, *(-seconds for seconds in again), -copied)),
+        recomputation=math.fsum(again),
         parameters=math.fsum(parameters),
         optimizer=math.fsum(optimizer),
     )
 
 
-def copy_seconds(costed: Costed, resolved: Resolved) -> Iterator[float]:
-    """What each change of layout copies on a device: its price where links cost nothing."""
-    conversions = costed.conversions
-    silent = Conversions(conversions.mesh, conversions.cost_model)
+def _fixed_seconds(view: View, operator: Operator) -> float:
+    """Seconds in which an operator converts the buffers and constants that it reads, which rest replicated."""
+    whole: Layout = (REPLICATED,) * view.mesh.num_axes
+    conversions, total = view.costed.conversions, 0.0
+    for index, value in enumerate(operator.inputs):
+        described = view.graph.values[value]
+        if described.kind in ("buffer", "constant"):
+            wanted = view.resolved.operator(operator.id).inputs[index]
+            total += float(conversions.prices(described, [whole], [wanted], False).seconds[0, 0])
+    return total
+
+
+def _edges_again(view: View) -> Iterator[float]:
+    """Seconds of the conversions that are done again in backward."""
+    costed, choices = view.costed, view.choices
+    problem, graph = costed.problem, costed.prepared.graph
+    if not view.keeping.run_of:
+        return
+    for edge, forward in zip(problem.edges, costed.edges_forward, strict=True):
+        if forward is None:
+            continue
+        source, target = problem.names[edge.source], problem.names[edge.target]
+        producer = graph.operator_of.get(source)
+        value = next(output for output in producer.outputs if output) if producer else source
+        if view.keeping.edge(value, target).again:
+            yield view.num_micro_batches * float(forward[choices[edge.source], choices[edge.target]])
+
+
+def copy_seconds(view: View) -> Iterator[float]:
+    """What each change of layout copies on a device for a micro-batch: its price where links cost nothing."""
+    conversions = view.costed.conversions
+    silent = Conversions(conversions.mesh, conversions.cost_model, view.costed.setting.first_rank)
     free = MappingProxyType(dict.fromkeys(COLLECTIVE_KINDS, ()))
     silent.axes = [AxisCost(size, free) for size in conversions.mesh.shape]
-    for change in conversions_of(resolved):
-        prices = silent.prices(resolved.graph.values[change.value], [change.source], [change.target], change.has_gradient)
+    for change in conversions_of(view):
+        prices = silent.prices(view.graph.values[change.value], [change.source], [change.target], change.has_gradient)
         yield float(prices.seconds[0, 0])
 
 
-def conversions_of(resolved: Resolved) -> Iterator[Conversion]:
-    """Every change of layout of the program, a shared one once, and the sum of the loss."""
-    graph = resolved.graph
-    wiring = Wiring(graph, resolved)
+def conversions_of(view: View) -> Iterator[Conversion]:
+    """Every change of layout of a stage, a shared one once, the sum of the loss, and what is handed on."""
+    graph, wiring = view.graph, view.wiring
     for shared in wiring.shared.values():
-        yield Conversion(shared.key[0], shared.source, shared.target, shared.has_gradient, shared.readers[0][0])
+        yield Conversion(shared.key[0], shared.source, shared.target, shared.has_gradient)
     for (operator, index), read in wiring.reads.items():
         if read.converts:
             flows = wiring.flows(graph.operator_of[operator], index)
-            yield Conversion(read.key[0], read.source, read.target, flows, operator)
-    if graph.loss is not None:
-        read = wiring.program_read(graph.loss)
+            yield Conversion(read.key[0], read.source, read.target, flows)
+    ends = [(graph.loss, wiring.program_read(graph.loss))] if graph.loss is not None else []
+    ends += [(value, wiring.sent_read(value)) for value in graph.sent]
+    for value, read in ends:
         if read.converts:
-            yield Conversion(graph.loss, read.source, read.target, graph.loss in wiring.gradient, "")
+            yield Conversion(value, read.source, read.target, value in wiring.gradient)
 
 
-def bytes_of(candidate: Candidate, graph: OpGraph) -> Bytes:
-    """Bytes on the fullest device by kind; their sum is the candidate's peak."""
-    costed, choices = candidate.costed, chosen(candidate)
+def bytes_of(view: View) -> Bytes:
+    """Bytes on a stage's devices by kind; their sum is the candidate's peak."""
     kinds = [0.0] * 4
-    for parameter in graph.parameters:
-        parts = costed.parameter_table(parameter.value).parts[:, choices[costed.nodes[parameter.value]]]
+    for parameter in view.graph.parameters:
+        parts = view.parameter_table(parameter.value).parts[:, view.choice(parameter.value)]
         kinds = [total + float(part) for total, part in zip(kinds, parts, strict=True)]
-    kept = candidate.assignment.memory_bytes[0]
-    saved = max(0.0, kept - math.fsum(kinds))
-    return Bytes(kinds[0], kinds[1], kinds[2], kinds[3], saved_activations=saved, momentary=candidate.moment_bytes)
+    saved = max(0.0, view.candidate.assignment.memory_bytes[0] - math.fsum(kinds))
+    return Bytes(kinds[0], kinds[1], kinds[2], kinds[3], saved, view.candidate.moment_bytes)

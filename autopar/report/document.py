@@ -3,52 +3,78 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.costing.candidate import SearchResult
 from autopar.graph import OpGraph
 from autopar.options import PlanOptions
-from autopar.plans import Plan, Resolved
-from autopar.report.breakdown import bytes_of, seconds_of
-from autopar.report.collectives import collectives_json
+from autopar.plans import Plan
+from autopar.report.collectives import collectives_json, hop_links
 from autopar.report.entries import fallback_entries, operator_entries, parameter_entries
+from autopar.report.neighbours import neighbours_json
 from autopar.report.schema import SCHEMA_VERSION
-from autopar.report.search import alternatives_json, solver_json
-from autopar.report.summary import cluster_json, mesh_json, model_json, predicted_json, stages_json, warnings_of
-from cost_models import Cluster
+from autopar.report.search import by_hand_json, chosen, solver_json
+from autopar.report.stages import predicted_json, stages_json
+from autopar.report.summary import cluster_json, mesh_json, model_json, warnings_of, work_json
+from autopar.report.timeline import timeline_json
+from autopar.report.views import View, canonical_names, views
+from autopar.search.evaluate import Evaluated
+from autopar.search.joint import Found
+from cost_models import Cluster, simulate
 
 
-def details(plan: Plan, graph: OpGraph, cluster: Cluster, options: PlanOptions, result: SearchResult) -> dict[str, Any]:
-    """The report of a plan without timings: JSON values only, the same for the same plan."""
-    best, stage = result.best, plan.stages[0]
-    resolved = Resolved(stage, graph)
-    predicted = predicted_json(seconds_of(best, resolved), bytes_of(best, graph), best, graph, cluster)
-    solver = solver_json(result, stage)
-    repeated = predicted["mfu"]["repeated_work"]
+def details(
+    plan: Plan,
+    graph: OpGraph,
+    cluster: Cluster,
+    options: PlanOptions,
+    found: Found,
+    rivals: Mapping[str, Evaluated],
+) -> dict[str, Any]:
+    """The report of a plan without timings: JSON values only, the same for the same plan.
+
+    ``found``: the search that ended with the plan; ``rivals``: plans of one stage as people write them by hand.
+    """
+    best, shown, canonical = chosen(found), views(plan, graph, found), canonical_names(graph)
+    times, num_ranks = [view.times for view in shown], best.frame.grid.num_ranks
+    step = simulate(plan.schedule, times, best.hops, num_ranks, plan.num_micro_batches)
+    work = work_json(shown, plan.batch_size / plan.micro_batch_size, best.step_seconds, graph, cluster)
+    predicted = predicted_json(shown, step, best.step_seconds, graph.batch_size, work)
+    solver = solver_json(found, shown)
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": model_json(graph, best),
+        "model": model_json(graph, work["model_flops"]),
         "cluster": cluster_json(cluster),
         "options": json.loads(json.dumps(options.to_json())),
-        "mesh": mesh_json(best, resolved, cluster),
-        "schedule": {
-            "kind": plan.schedule,
-            "num_stages": len(plan.stages),
-            "num_micro_batches": plan.num_micro_batches,
-        },
-        "stages": stages_json(graph, stage),
-        "operators": operator_entries(best, resolved),
-        "parameters": parameter_entries(best, resolved),
-        "collectives": collectives_json(plan, graph, best, cluster),
-        "predicted": predicted,
+        "mesh": mesh_json(shown, cluster),
+        "schedule": _schedule(plan, shown, num_ranks, predicted["bubble_fraction"], cluster),
+        "stages": stages_json(shown, graph, best.hops),
+        "operators": operator_entries(shown, canonical),
+        "parameters": parameter_entries(shown, canonical),
+        "collectives": collectives_json(plan, graph, shown, cluster, canonical),
+        "predicted": {**predicted, "timeline": timeline_json(step, plan.num_micro_batches)},
         "solver": solver,
-        "alternatives": alternatives_json(result),
-        "fallbacks": fallback_entries(best, graph),
-        "warnings": warnings_of(best, graph, stage, repeated, solver["gap"], options.max_variants),
+        "alternatives": {"by_hand": by_hand_json(rivals, best.step_seconds), "neighbours": neighbours_json(found)},
+        "fallbacks": fallback_entries(shown),
+        "warnings": warnings_of(shown, graph, work["repeated_work"], solver["gap"], options.max_variants),
         "fingerprints": {
             "graph": plan.graph_fingerprint,
             "cluster": plan.cluster_fingerprint,
             "options": plan.options_fingerprint,
             "plan": plan.fingerprint,
         },
+    }
+
+
+def _schedule(
+    plan: Plan, shown: Sequence[View], num_ranks: int, bubble_fraction: float, cluster: Cluster
+) -> dict[str, Any]:
+    return {
+        "kind": plan.schedule,
+        "num_pipeline_ranks": num_ranks,
+        "num_stages": len(plan.stages),
+        "num_micro_batches": plan.num_micro_batches,
+        "micro_batch_size": plan.micro_batch_size,
+        "bubble_fraction": bubble_fraction,
+        "links": hop_links(shown, cluster),
     }

@@ -1,76 +1,99 @@
-"""What each operator and each parameter does: one entry for all occurrences in repeated blocks.
+"""What each operator and each parameter does: one entry for all occurrences in repeated blocks and like stages.
 
-Enters: the plan of each operator (resolved), and the candidate that it came from. Leaves: lists of JSON objects, in the model's
-order. A report is as long for 96 layers as for 2: the entry of a block's representative has the number of occurrences.
+Enters: the stages' views. Leaves: lists of JSON objects, in the model's order. A report is as long for 96 layers as for 2:
+what is alike in the model's blocks, and planned and priced alike, is one entry with its number of occurrences and the stages
+that have it. Seconds are of a whole step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from autopar.costing.candidate import Candidate
+from autopar.costing.kept import ALWAYS
 from autopar.graph import Operator, OpGraph
 from autopar.layout import PARTIAL, Layout, Shard, layout_text
-from autopar.plans import Resolved
-from autopar.report.breakdown import chosen
+from autopar.report.views import View
 from autopar.strategies.choices import AxisChoice, Strategy
 from autopar.strategies.rule import Signature, letters_of
 
 Entry = dict[str, Any]
 
 
-def operator_entries(candidate: Candidate, resolved: Resolved) -> list[Entry]:
+Items = Callable[[View], Iterable[tuple[str, Entry]]]  # of a view: each item, and where it is
+
+
+def _merged(
+    views: Sequence[View], canonical: Mapping[str, str], items: Items, describe: Callable[[View, str], Entry]
+) -> list[Entry]:
+    """One entry for items that have the same canonical name and are described in the same way, with the place of the first."""
+    found: dict[tuple[str, str], Entry] = {}
+    members: dict[tuple[str, str], set[str]] = {}
+    for view in views:
+        known: dict[
+            str, tuple[Entry, str]
+        ] = {}  # what is said of a representative holds for all of its block's variant
+        for item, place in items(view):
+            same = view.resolved.representative_value(view.resolved.representative_operator(item))
+            if same not in known:
+                content = describe(view, item)
+                known[same] = content, json.dumps(content, sort_keys=True)
+            content, written = known[same]
+            key = (canonical.get(item, item), written)
+            entry = found.setdefault(key, {**place, **content, "stages": []})
+            members.setdefault(key, set()).add(item)
+            if view.index not in entry["stages"]:
+                entry["stages"].append(view.index)
+    return [{**entry, "occurrences": len(members[key])} for key, entry in found.items()]
+
+
+def operator_entries(views: Sequence[View], canonical: Mapping[str, str]) -> list[Entry]:
     """Every distinct operator: where it comes from, how it is split, what it costs."""
-    costed, choices = candidate.costed, chosen(candidate)
-    graph, stage = resolved.graph, resolved.stage
-    occurrences = Counter(resolved.representative_operator(operator.id) for operator in graph.operators)
-    changes = _conversion_seconds(candidate)
-    entries = []
-    for operator in graph.operators:
-        if operator.id not in occurrences:
-            continue
-        node = costed.nodes[operator.id]
-        choice = choices[node]
-        table, plan = costed.operator_table(operator.id), stage.operators[operator.id]
-        strategy = table.strategies[choice]
-        signature = costed.prepared.signatures.get(costed.prepared.name(operator.id))
-        compute = float(table.compute_seconds[choice])
-        entries.append(
-            {
-                "id": operator.id,
-                "module": operator.module,
-                "source": operator.source,
-                "target": operator.target,
-                "kind": signature.kind if signature else "fallback",
-                "strategy": plan.label,
-                "splits": axis_words(strategy, signature, stage.mesh.names),
-                "inputs": layouts_json(plan.inputs),
-                "outputs": layouts_json(plan.outputs),
-                "compute_seconds": compute,
-                "exchange_seconds": float(costed.problem.node_costs_seconds[node][choice]) - compute,
-                "conversion_seconds": changes[node],
-                "device_flops": float(table.flops[choice]),
-                "saved_bytes": float(table.saved_bytes[choice]),
-                "occurrences": occurrences[operator.id],
-            }
-        )
-    return entries
+
+    def items(view: View) -> Iterable[tuple[str, Entry]]:
+        for operator in view.graph.operators:
+            yield operator.id, {"id": operator.id, "module": operator.module, "source": operator.source}
+
+    return _merged(views, canonical, items, _operator)
+
+
+def _operator(view: View, name: str) -> Entry:
+    operator, plan = view.graph.operator_of[name], view.resolved.operator(name)
+    table, signature = view.operator_table(name), view.signature(name)
+    choice, count = view.choice(name), view.num_micro_batches
+    compute = count * float(table.compute_seconds[choice])
+    return {
+        "target": operator.target,
+        "kind": signature.kind if signature else "fallback",
+        "strategy": plan.label,
+        "splits": axis_words(table.strategies[choice], signature, view.mesh.names),
+        "inputs": layouts_json(plan.inputs),
+        "outputs": layouts_json(plan.outputs),
+        "compute_seconds": compute,
+        "exchange_seconds": view.seconds(name) - compute,
+        "conversion_seconds": view.incoming_seconds[view.node(name)],
+        "device_flops": count * float(table.flops[choice]),
+        "saved_bytes": _saved_bytes(view, operator),
+    }
+
+
+def _saved_bytes(view: View, operator: Operator) -> float:
+    """What an operator's results and statistics add to what is kept of each micro-batch in flight."""
+    role, choice = view.keeping.role(view.names[operator.id]), view.choice(operator.id)
+    table, differentiated = (
+        view.operator_table(operator.id),
+        any(view.has_gradient(value) for value in operator.outputs),
+    )
+    saved = float(table.extra_bytes[choice]) if role.extra == ALWAYS and differentiated else 0.0
+    for num_bytes, kept in zip(table.output_bytes, role.outputs, strict=True):
+        saved += float(num_bytes[choice]) if kept == ALWAYS else 0.0
+    return saved
 
 
 def layouts_json(layouts: Sequence[Layout]) -> list[str]:
     """Layouts in words, one word per mesh axis."""
     return [layout_text(layout) for layout in layouts]
-
-
-def _conversion_seconds(candidate: Candidate) -> list[float]:
-    """Seconds of the conversions into each node of the problem."""
-    choices, problem = chosen(candidate), candidate.costed.problem
-    found = [0.0] * problem.num_nodes
-    for edge in problem.edges:
-        found[edge.target] += float(edge.costs_seconds[choices[edge.source], choices[edge.target]])
-    return found
 
 
 def axis_words(strategy: Strategy, signature: Signature | None, names: Sequence[str]) -> dict[str, str]:
@@ -93,67 +116,53 @@ def _words(choice: AxisChoice, signature: Signature | None) -> str:
     return f"{choice.letter} of input {inside[0]}" if inside else choice.letter
 
 
-def parameter_entries(candidate: Candidate, resolved: Resolved) -> list[Entry]:
+def parameter_entries(views: Sequence[View], canonical: Mapping[str, str]) -> list[Entry]:
     """Every distinct parameter: how it is used and how it rests, its bytes on a device by kind, its seconds."""
-    costed, choices = candidate.costed, chosen(candidate)
-    graph, stage = resolved.graph, resolved.stage
-    occurrences = Counter(resolved.representative_value(parameter.value) for parameter in graph.parameters)
-    entries = []
-    for parameter in graph.parameters:
-        if parameter.value not in occurrences:
-            continue
-        choice = choices[costed.nodes[parameter.value]]
-        table, plan = costed.parameter_table(parameter.value), stage.parameters[parameter.value]
-        value = graph.values[parameter.value]
-        kinds = ("parameter_bytes", "working_copy_bytes", "gradient_bytes", "optimizer_state_bytes")
-        optimizer = float(table.optimizer_seconds[choice])
-        entries.append(
-            {
-                "names": list(parameter.names),
-                "shape": list(value.shape),
-                "dtype": value.dtype,
-                "trainable": parameter.trainable,
-                "use": layout_text(plan.use),
-                "storage": layout_text(plan.storage),
-                "zero": plan.zero,
-                **{kind: float(table.parts[row, choice]) for row, kind in enumerate(kinds)},
-                "momentary_bytes": float(table.transient_bytes[choice]),
-                "communication_seconds": float(table.seconds[choice]) - optimizer,
-                "optimizer_seconds": optimizer,
-                "occurrences": occurrences[parameter.value],
-            }
-        )
-    return entries
+
+    def items(view: View) -> Iterable[tuple[str, Entry]]:
+        for parameter in view.graph.parameters:
+            yield parameter.value, {"names": list(parameter.names), "trainable": parameter.trainable}
+
+    return _merged(views, canonical, items, _parameter)
 
 
-def fallback_entries(candidate: Candidate, graph: OpGraph) -> list[Entry]:
-    """Operators that no rule covers: each device computes them whole. Their price is theirs and that of gathering inputs."""
-    costed, choices = candidate.costed, chosen(candidate)
-    changes = _conversion_seconds(candidate)
-    without = set(costed.prepared.fallbacks)
-    grouped: dict[str, list[Operator]] = {}
-    for operator in graph.operators:
-        if operator.id in without:
-            grouped.setdefault(operator.target, []).append(operator)
-    entries = []
-    for target, operators in grouped.items():
-        nodes = [costed.nodes[operator.id] for operator in operators]
-        seconds = sum(float(costed.problem.node_costs_seconds[node][choices[node]]) for node in nodes)
-        saved = sum(
-            float(costed.operator_table(op.id).saved_bytes[choices[n]]) for op, n in zip(operators, nodes, strict=True)
-        )
-        entries.append(
-            {
-                "target": target,
-                "occurrences": len(operators),
-                "modules": list(dict.fromkeys(operator.module for operator in operators))[:8],
-                "source": operators[0].source,
-                "seconds": seconds + sum(changes[node] for node in nodes),
-                "saved_bytes": saved,
-                "whole_bytes": sum(_whole_bytes(operator, graph) for operator in operators),
-            }
-        )
-    return entries
+def _parameter(view: View, value: str) -> Entry:
+    choice = view.choice(value)
+    table, plan, described = view.parameter_table(value), view.resolved.parameter(value), view.graph.values[value]
+    kinds = ("parameter_bytes", "working_copy_bytes", "gradient_bytes", "optimizer_state_bytes")
+    optimizer = float(table.optimizer_seconds[choice])
+    return {
+        "shape": list(described.shape),
+        "dtype": described.dtype,
+        "use": layout_text(plan.use),
+        "storage": layout_text(plan.storage),
+        "zero": plan.zero,
+        **{kind: float(table.parts[row, choice]) for row, kind in enumerate(kinds)},
+        "momentary_bytes": float(table.transient_bytes[choice]),
+        "communication_seconds": float(table.seconds[choice]) - optimizer,
+        "optimizer_seconds": optimizer,
+    }
+
+
+def fallback_entries(views: Sequence[View]) -> list[Entry]:
+    """Operators that no rule covers: each device computes them whole. Their price is theirs and that of gathering inputs,
+    in all stages together."""
+    found: dict[str, Entry] = {}
+    modules: dict[str, dict[str, None]] = {}
+    for view in views:
+        without = set(view.costed.prepared.fallbacks)
+        for operator in view.graph.operators:
+            if view.names[operator.id] not in without:
+                continue
+            start = {"target": operator.target, "occurrences": 0, "modules": [], "source": operator.source}
+            zeros = {"seconds": 0.0, "saved_bytes": 0.0, "whole_bytes": 0}
+            entry = found.setdefault(operator.target, {**start, **zeros})
+            modules.setdefault(operator.target, {})[operator.module] = None
+            entry["occurrences"] += 1
+            entry["seconds"] += view.seconds(operator.id) + view.incoming_seconds[view.node(operator.id)]
+            entry["saved_bytes"] += view.kept_bytes(operator.id)
+            entry["whole_bytes"] += _whole_bytes(operator, view.graph)
+    return [{**entry, "modules": list(modules[target])[:8]} for target, entry in found.items()]
 
 
 def _whole_bytes(operator: Operator, graph: OpGraph) -> int:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-SCHEMA_VERSION = 1
+from cost_models import SCHEDULES
+
+SCHEMA_VERSION = 2
 
 Schema = dict[str, Any]
 
@@ -26,6 +28,11 @@ def _map(values: Schema) -> Schema:
     return {"type": "object", "additionalProperties": values}
 
 
+def _tuple(*items: Schema) -> Schema:
+    """A list with exactly these items."""
+    return {"type": "array", "prefixItems": list(items), "items": False, "minItems": len(items)}
+
+
 def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
@@ -39,10 +46,14 @@ SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
 NUMBER: Schema = {"type": "number"}
 SHAPE = _list(COUNT)
 MESH_SHAPE = _list(POSITIVE)
+STAGE_NUMBERS: Schema = {**_list(COUNT), "minItems": 1}
 LAYOUT: Schema = {"type": "string", "pattern": r"^((S\d+\[[0-9x/+]+\]|R|G|P)(,|$))*$"}
 ZERO: Schema = {"enum": [0, 1, 2, 3]}
 FINGERPRINT: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 STATUS: Schema = {"enum": ["OPTIMAL", "FEASIBLE", "INFEASIBLE", "TIMED_OUT", "ERROR"]}
+MODE: Schema = {"enum": ["none", "selective", "full"]}
+SCHEDULE_KIND: Schema = {"enum": list(SCHEDULES)}
+PHASE: Schema = {"enum": ["forward", "backward", "recompute", "gradient", "parameter"]}
 COLLECTIVE: Schema = {"enum": ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]}
 
 MODEL = _object(
@@ -80,20 +91,65 @@ MESH = _object(
         )
     ),
 )
-SCHEDULE = _object(kind=TEXT, num_stages=POSITIVE, num_micro_batches=POSITIVE)
+SCHEDULE = _object(
+    kind=SCHEDULE_KIND,
+    num_pipeline_ranks=POSITIVE,
+    num_stages=POSITIVE,
+    num_micro_batches=POSITIVE,
+    micro_batch_size=POSITIVE,
+    bubble_fraction=SHARE,
+    links=_list(TEXT),
+)
+KINDS_OF_SECONDS = {
+    "compute_seconds": AMOUNT,
+    "copies_seconds": AMOUNT,
+    "resharding_seconds": NUMBER,
+    "recomputation_seconds": AMOUNT,
+    "parameter_communication_seconds": NUMBER,
+    "optimizer_seconds": AMOUNT,
+}
+KINDS_OF_BYTES = {
+    "parameter_bytes": AMOUNT,
+    "working_copy_bytes": AMOUNT,
+    "gradient_bytes": AMOUNT,
+    "optimizer_state_bytes": AMOUNT,
+    "saved_activation_bytes": AMOUNT,
+    "momentary_bytes": AMOUNT,
+    "total_bytes": AMOUNT,
+    "available_bytes": AMOUNT,
+}
 STAGE = _object(
     index=COUNT,
+    pipeline_rank=COUNT,
     first_device=COUNT,
     num_devices=POSITIVE,
     mesh_shape=MESH_SHAPE,
+    like=COUNT,
+    first_module=TEXT,
+    last_module=TEXT,
     blocks=_list(
         _object(
             group=TEXT,
+            first_block=TEXT,
+            last_block=TEXT,
             num_blocks=POSITIVE,
+            num_in_model=POSITIVE,
             num_variants=POSITIVE,
-            variants=_list({"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2}),
+            variants=_list(_tuple(COUNT, POSITIVE)),
+            recompute=_list(_tuple(MODE, POSITIVE)),
         )
     ),
+    in_flight=POSITIVE,
+    seconds=_object(
+        forward_seconds=AMOUNT,
+        backward_seconds=AMOUNT,
+        backward_weight_seconds=AMOUNT,
+        once_seconds=AMOUNT,
+        busy_seconds=AMOUNT,
+        **KINDS_OF_SECONDS,
+        send_recv_seconds=AMOUNT,
+    ),
+    memory=_object(**KINDS_OF_BYTES),
 )
 OPERATOR = _object(
     id=TEXT,
@@ -111,6 +167,7 @@ OPERATOR = _object(
     device_flops=AMOUNT,
     saved_bytes=AMOUNT,
     occurrences=POSITIVE,
+    stages=STAGE_NUMBERS,
 )
 PARAMETER = _object(
     names={**_list(TEXT), "minItems": 1},
@@ -128,6 +185,7 @@ PARAMETER = _object(
     communication_seconds=NUMBER,
     optimizer_seconds=AMOUNT,
     occurrences=POSITIVE,
+    stages=STAGE_NUMBERS,
 )
 COLLECTIVES = _object(
     entries=_list(
@@ -135,36 +193,30 @@ COLLECTIVES = _object(
             kind=COLLECTIVE,
             axis=TEXT,
             links=_list(TEXT),
-            phase=TEXT,
+            phase=PHASE,
             what=TEXT,
             num_bytes=COUNT,
             count=POSITIVE,
             seconds=AMOUNT,
+            stages=STAGE_NUMBERS,
         )
     ),
     totals=_list(_object(kind=COLLECTIVE, axis=TEXT, count=POSITIVE, num_bytes=COUNT, seconds=AMOUNT)),
+)
+SPAN = _tuple({"enum": ["F", "B", "I", "W", "send", "once"]}, COUNT, {"type": "integer", "minimum": -1}, AMOUNT, AMOUNT)
+TIMELINE = _object(
+    complete=FLAG,
+    micro_batches=_list(COUNT),
+    legend=_map(TEXT),
+    ranks=_list(_object(pipeline_rank=COUNT, busy_seconds=AMOUNT, chart=TEXT, spans=_list(SPAN))),
 )
 PREDICTED = _object(
     provenance={"enum": ["estimated", "measured"]},
     step_seconds=AMOUNT,
     samples_per_second=_or_null(AMOUNT),
-    breakdown=_object(
-        compute_seconds=AMOUNT,
-        copies_seconds=AMOUNT,
-        resharding_seconds=NUMBER,
-        parameter_communication_seconds=NUMBER,
-        optimizer_seconds=AMOUNT,
-    ),
-    memory=_object(
-        parameter_bytes=AMOUNT,
-        working_copy_bytes=AMOUNT,
-        gradient_bytes=AMOUNT,
-        optimizer_state_bytes=AMOUNT,
-        saved_activation_bytes=AMOUNT,
-        momentary_bytes=AMOUNT,
-        total_bytes=AMOUNT,
-        available_bytes=AMOUNT,
-    ),
+    breakdown=_object(**KINDS_OF_SECONDS, idle_seconds=AMOUNT),
+    bubble_fraction=SHARE,
+    memory=_object(**KINDS_OF_BYTES, pipeline_rank=COUNT),
     mfu=_object(
         value=AMOUNT,
         model_flops=AMOUNT,
@@ -172,26 +224,39 @@ PREDICTED = _object(
         dtype=TEXT,
         peak_source=TEXT,
         repeated_work=AMOUNT,
+        recomputed_work=AMOUNT,
     ),
+    timeline=TIMELINE,
 )
-_PRICED = {
+_ARRANGED = {
+    "num_pipeline_ranks": POSITIVE,
     "mesh_shape": MESH_SHAPE,
     "roles": _list({"enum": ["free", "data", "tensor"]}),
-    "status": STATUS,
+    "schedule": SCHEDULE_KIND,
+    "num_stages": POSITIVE,
+    "num_micro_batches": POSITIVE,
+    "recompute": _list(MODE),
     "fits": FLAG,
     "seconds": _or_null(AMOUNT),
     "ratio": _or_null(AMOUNT),
     "peak_bytes": _or_null(AMOUNT),
     "missing_bytes": _or_null(AMOUNT),
 }
-ALTERNATIVES = _object(by_hand=_map(_object(**_PRICED)), other_meshes={**_list(_object(**_PRICED)), "maxItems": 5})
+_BOUNDED = {**_ARRANGED, "lower_bound_seconds": _or_null(NUMBER)}
+ALTERNATIVES = _object(
+    by_hand=_map(_object(**_ARRANGED, status=STATUS)),
+    neighbours=_list(_object(change=TEXT, **{**_BOUNDED, "fits": _or_null(FLAG)}, evaluated=FLAG, reason=TEXT)),
+)
 SOLVER = _object(
     status=STATUS,
     cost_seconds=AMOUNT,
     lower_bound_seconds=NUMBER,
     gap=AMOUNT,
-    num_meshes=POSITIVE,
-    meshes=_list(_object(**_PRICED, lower_bound_seconds=_or_null(NUMBER))),
+    num_frames=POSITIVE,
+    num_priced=COUNT,
+    num_bounded=COUNT,
+    num_evaluated=POSITIVE,
+    evaluated={**_list(_object(**_BOUNDED)), "minItems": 1, "maxItems": 12},
     variants=_map(POSITIVE),
 )
 FALLBACK = _object(
@@ -207,7 +272,9 @@ FALLBACK = _object(
 SCHEMA: Schema = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "autopar report",
-    "description": "What plan.report() returns. SI units, named in the keys. `timings` is left out of saved plans.",
+    "description": "What plan.report() returns. SI units, named in the keys; seconds are of a whole step, all of its "
+    "micro-batches, but a stage's forward, backward and backward_weight seconds, which are of one "
+    "micro-batch. `timings` is left out of saved plans.",
     **_object(
         schema_version={"const": SCHEMA_VERSION},
         model=MODEL,

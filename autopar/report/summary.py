@@ -1,6 +1,6 @@
-"""The plan at a glance: the model, the cluster, what each mesh axis does, and what a step is predicted to take.
+"""The plan at a glance: the model, the cluster, what each mesh axis does, and what a user should know.
 
-Enters: the plan's parts. Leaves: JSON objects.
+Enters: the stages' views. Leaves: JSON objects.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from autopar.costing.candidate import Candidate
 from autopar.graph import OpGraph
 from autopar.mesh import Mesh
-from autopar.plans import Resolved, StagePlan
-from autopar.report.breakdown import Bytes, Seconds, chosen
+from autopar.report.views import View
 from cost_models import Cluster, axis_groups
 
 
-def model_json(graph: OpGraph, candidate: Candidate) -> dict[str, Any]:
-    """The model as it was traced."""
+def model_json(graph: OpGraph, flops: float) -> dict[str, Any]:
+    """The model as it was traced; ``flops`` of a step."""
     values = [graph.values[parameter.value] for parameter in graph.parameters]
     return {
         "name": graph.model,
@@ -32,7 +30,7 @@ def model_json(graph: OpGraph, candidate: Candidate) -> dict[str, Any]:
         "training": graph.training,
         "has_loss": graph.loss is not None,
         "num_operators": len(graph.operators),
-        "flops_per_step": model_flops(graph, candidate),
+        "flops_per_step": flops,
         "blocks": {group.name: len(group.blocks) for group in graph.block_groups},
     }
 
@@ -43,18 +41,6 @@ def main_dtype(graph: OpGraph) -> str:
     for parameter in graph.parameters:
         sizes[graph.values[parameter.value].dtype] += graph.values[parameter.value].num_bytes
     return sizes.most_common(1)[0][0] if sizes else "float32"
-
-
-def model_flops(graph: OpGraph, candidate: Candidate) -> float:
-    """FLOPs of a step on one device, forward and backward, nothing computed twice."""
-    prepared = candidate.costed.prepared
-    total = 0.0
-    for operator in graph.operators:
-        signature = prepared.signatures.get(prepared.name(operator.id))
-        if signature is not None:
-            differentiated = any(value in prepared.gradient for value in operator.outputs)
-            total += signature.flops + (signature.backward_flops if differentiated else 0.0)
-    return total
 
 
 def cluster_json(cluster: Cluster) -> dict[str, Any]:
@@ -79,128 +65,84 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def axis_links(cluster: Cluster, mesh: Mesh, axis: int) -> list[str]:
-    """The links that a mesh axis communicates over: within nodes, between them, or both."""
+def axis_links(cluster: Cluster, mesh: Mesh, axis: int, first_devices: Sequence[int] = (0,)) -> list[str]:
+    """The links that a mesh axis communicates over, in the meshes that begin at these devices: within nodes, between them,
+    or both."""
     if mesh.shape[axis] == 1:
         return []
+    size, stride = mesh.shape[axis], mesh.stride(axis)
+    return links_of(
+        cluster, [group for first in first_devices for group in axis_groups(size, stride, first, mesh.num_devices)]
+    )
+
+
+def links_of(cluster: Cluster, groups: Sequence[Sequence[int]]) -> list[str]:
+    """The links within groups of devices."""
     within, between = dict[str, None](), False
-    for group in axis_groups(mesh.shape[axis], mesh.stride(axis), 0, mesh.num_devices):
+    for group in groups:
         per_node = Counter(cluster.node_of(rank) for rank in group)
         within.update((cluster.nodes[node].link.name, None) for node, count in per_node.items() if count > 1)
         between = between or len(per_node) > 1
     return [*within, *([cluster.inter_link.name] if between else [])]
 
 
-def mesh_json(candidate: Candidate, resolved: Resolved, cluster: Cluster) -> dict[str, Any]:
-    """The mesh, and for each axis its links and what it splits, by share of the model's FLOPs."""
-    mesh = resolved.stage.mesh
-    shares = axis_shares(candidate, resolved.graph, mesh)
+def mesh_json(views: Sequence[View], cluster: Cluster) -> dict[str, Any]:
+    """The mesh of each pipeline rank, and for each axis its links and what it splits, by share of the model's FLOPs."""
+    mesh, firsts = views[0].mesh, list(dict.fromkeys(view.first_device for view in views))
+    shares = axis_shares(views)
     axes = [
         {
             "name": name,
             "size": size,
             "stride": mesh.stride(axis),
-            "links": axis_links(cluster, mesh, axis),
+            "links": axis_links(cluster, mesh, axis, firsts),
             "splits": shares[axis],
-            "zero": _zero_levels(resolved, axis),
+            "zero": _zero_levels(views, axis),
         }
         for axis, (name, size) in enumerate(zip(mesh.names, mesh.shape, strict=True))
     ]
     return {"shape": list(mesh.shape), "names": list(mesh.names), "axes": axes}
 
 
-def axis_shares(candidate: Candidate, graph: OpGraph, mesh: Mesh) -> list[dict[str, float]]:
+def axis_shares(views: Sequence[View]) -> list[dict[str, float]]:
     """For each axis, the share of the model's FLOPs of which it splits the batch, another dim, or nothing."""
-    costed, choices = candidate.costed, chosen(candidate)
-    sums = [{"batch": 0.0, "other": 0.0, "nothing": 0.0} for _ in mesh.shape]
-    for operator in graph.operators:
-        signature = costed.prepared.signatures.get(costed.prepared.name(operator.id))
-        if signature is None or not signature.flops:
-            continue
-        strategy = costed.operator_table(operator.id).strategies[choices[costed.nodes[operator.id]]]
-        for axis, choice in enumerate(strategy.axes):
-            kind = "nothing" if choice.letter is None else "batch" if choice.splits_batch else "other"
-            sums[axis][kind] += signature.flops
+    sums = [{"batch": 0.0, "other": 0.0, "nothing": 0.0} for _ in views[0].mesh.shape]
+    for view in views:
+        for operator in view.graph.operators:
+            signature = view.signature(operator.id)
+            if signature is None or not signature.flops:
+                continue
+            strategy = view.operator_table(operator.id).strategies[view.choice(operator.id)]
+            for axis, choice in enumerate(strategy.axes):
+                kind = "nothing" if choice.letter is None else "batch" if choice.splits_batch else "other"
+                sums[axis][kind] += signature.flops
     totals = [sum(kinds.values()) or 1.0 for kinds in sums]
     return [{kind: part / total for kind, part in kinds.items()} for kinds, total in zip(sums, totals, strict=True)]
 
 
-def _zero_levels(resolved: Resolved, axis: int) -> dict[str, int]:
+def _zero_levels(views: Sequence[View], axis: int) -> dict[str, int]:
     """How many bytes of parameters rest at each ZeRO level on an axis: sharded there where their use is not."""
+    levels: dict[str, tuple[int, int]] = {}
+    for view in views:
+        for parameter in view.graph.parameters:
+            plan = view.resolved.parameter(parameter.value)
+            same = str(plan.use[axis])[0] == str(plan.storage[axis])[0] or str(plan.storage[axis])[0] != "S"
+            levels[parameter.value] = (0 if same else plan.zero, view.graph.values[parameter.value].num_bytes)
     found: Counter[str] = Counter()
-    for parameter in resolved.graph.parameters:
-        plan = resolved.parameter(parameter.value)
-        same = str(plan.use[axis])[0] == str(plan.storage[axis])[0] or str(plan.storage[axis])[0] != "S"
-        found[str(0 if same else plan.zero)] += resolved.graph.values[parameter.value].num_bytes
+    for level, num_bytes in levels.values():
+        found[str(level)] += num_bytes
     return dict(sorted(found.items()))
 
 
-def stages_json(graph: OpGraph, stage: StagePlan) -> list[dict[str, Any]]:
-    """Each stage with its devices and blocks; ``variants`` says which blocks are sharded alike."""
-    blocks = [
-        {
-            "group": group.name,
-            "num_blocks": len(group.blocks),
-            "num_variants": max(stage.variants.get(group.name, (0,))) + 1,
-            "variants": runs(stage.variants.get(group.name, (0,) * len(group.blocks))),
-        }
-        for group in graph.block_groups
-    ]
-    return [
-        {
-            "index": 0,
-            "first_device": 0,
-            "num_devices": stage.mesh.num_devices,
-            "mesh_shape": list(stage.mesh.shape),
-            "blocks": blocks,
-        }
-    ]
-
-
-def runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Run lengths: 0 0 0 1 -> [[0, 3], [1, 1]]."""
-    return [[number, len(list(equal))] for number, equal in groupby(numbers)]
-
-
-def predicted_json(
-    seconds: Seconds, memory: Bytes, candidate: Candidate, graph: OpGraph, cluster: Cluster
+def work_json(
+    views: Sequence[View], micro_batches: float, step_seconds: float, graph: OpGraph, cluster: Cluster
 ) -> dict[str, Any]:
-    """The predicted step."""
-    step = candidate.assignment.cost_seconds
-    return {
-        "provenance": "estimated",
-        "step_seconds": step,
-        "samples_per_second": graph.batch_size / step if step > 0 else None,
-        "breakdown": {
-            "compute_seconds": seconds.compute,
-            "copies_seconds": seconds.copies,
-            "resharding_seconds": seconds.resharding,
-            "parameter_communication_seconds": seconds.parameters,
-            "optimizer_seconds": seconds.optimizer,
-        },
-        "memory": {
-            "parameter_bytes": memory.parameters,
-            "working_copy_bytes": memory.working_copies,
-            "gradient_bytes": memory.gradients,
-            "optimizer_state_bytes": memory.optimizer_states,
-            "saved_activation_bytes": memory.saved_activations,
-            "momentary_bytes": memory.momentary,
-            "total_bytes": memory.total,
-            "available_bytes": candidate.available_bytes,
-        },
-        "mfu": utilisation(step, candidate, graph, cluster),
-    }
-
-
-def utilisation(step_seconds: float, candidate: Candidate, graph: OpGraph, cluster: Cluster) -> dict[str, Any]:
-    """Model FLOPs over what the devices could do in the step at their peak, and how much of the work is done twice."""
-    dtype, flops = main_dtype(graph), model_flops(graph, candidate)
+    """Model FLOPs over what the devices could do in the step at their peak; ``repeated_work`` is what several devices do
+    alike, as a part of the model's FLOPs; ``recomputed_work`` what is done again in backward, as a part of what is done
+    once. ``micro_batches``: how many of the largest size make a step."""
+    dtype, flops = main_dtype(graph), model_flops(views, micro_batches)
     peak = math.fsum(node.num_devices * node.device.flops_per_second(dtype) for node in cluster.nodes)
-    costed, choices = candidate.costed, chosen(candidate)
-    done = cluster.num_devices * math.fsum(
-        float(costed.operator_table(operator.id).flops[choices[costed.nodes[operator.id]]])
-        for operator in graph.operators
-    )
+    done, again = _done_flops(views, micro_batches)
     return {
         "value": flops / (step_seconds * peak) if step_seconds > 0 else 0.0,
         "model_flops": flops,
@@ -208,11 +150,40 @@ def utilisation(step_seconds: float, candidate: Candidate, graph: OpGraph, clust
         "dtype": dtype,
         "peak_source": "; ".join(dict.fromkeys(f"{node.device.name}: {node.device.source}" for node in cluster.nodes)),
         "repeated_work": max(0.0, done / flops - 1.0) if flops > 0 else 0.0,
+        "recomputed_work": again / done if done > 0 else 0.0,
     }
 
 
+def model_flops(views: Sequence[View], micro_batches: float) -> float:
+    """FLOPs of a step on one device, forward and backward, nothing computed twice."""
+    found: dict[str, float] = {}
+    for view in views:
+        for operator in view.graph.operators:
+            signature = view.signature(operator.id)
+            if signature is not None:
+                differentiated = any(view.has_gradient(value) for value in operator.outputs)
+                found[operator.id] = signature.flops + (signature.backward_flops if differentiated else 0.0)
+    return math.fsum(found.values()) * micro_batches
+
+
+def _done_flops(views: Sequence[View], micro_batches: float) -> tuple[float, float]:
+    """FLOPs of a step on all devices together, and those of forward passes that are done again."""
+    done, again = [], []
+    for view in views:
+        runs = view.keeping.run_of
+        for operator in view.graph.operators:
+            flops = view.mesh.num_devices * float(view.operator_table(operator.id).flops[view.choice(operator.id)])
+            done.append(flops)
+            signature = view.signature(operator.id)
+            if view.names[operator.id] in runs and signature is not None and signature.flops:
+                differentiated = any(view.has_gradient(value) for value in operator.outputs)
+                both = signature.flops + (signature.backward_flops if differentiated else 0.0)
+                again.append(flops * signature.flops / both)
+    return math.fsum(done) * micro_batches, math.fsum(again) * micro_batches
+
+
 def warnings_of(
-    candidate: Candidate, graph: OpGraph, stage: StagePlan, repeated_work: float, gap: float, max_variants: int
+    views: Sequence[View], graph: OpGraph, repeated_work: float, gap: float, max_variants: int
 ) -> list[str]:
     """What a user should know before relying on the plan."""
     found = list(graph.warnings)
@@ -220,19 +191,25 @@ def warnings_of(
         found.append("the model has no loss: nothing is differentiated, and the step is a forward pass; give loss_fn=")
     if repeated_work > 0.05:
         found.append(
-            f"{100 * repeated_work:.0f}% more FLOPs are computed than the model has: some operators are computed whole on "
-            "several devices (they do not divide, or splitting them costs more than it saves); so these devices are in "
-            "part idle"
+            f"the devices together compute {1 + repeated_work:.3g} times the model's FLOPs: some operators are computed "
+            "whole on several devices (they do not divide, or splitting them costs more than it saves)"
         )
-    limited = [group for group, numbers in stage.variants.items() if max(numbers, default=0) + 1 >= max_variants]
+    limited = {
+        group: None
+        for view in views
+        for group, numbers in view.plan.variants.items()
+        if max(numbers, default=0) + 1 >= max_variants
+    }
     if gap > 1e-6 and limited:
         found.append(
             f"blocks of {', '.join(limited)} have {max_variants} variants, as many as max_variants allows; without this "
             f"limit a step could be up to {100 * gap:.2g}% faster"
         )
-    fallbacks = {graph.operator_of[name].target for name in candidate.costed.prepared.fallbacks}
-    if fallbacks:
+    without = {
+        operator.target for view in views for operator in view.graph.operators if view.signature(operator.id) is None
+    }
+    if without:
         found.append(
-            f"no sharding rule for {', '.join(sorted(fallbacks))}: computed whole on every device (see fallbacks)"
+            f"no sharding rule for {', '.join(sorted(without))}: computed whole on every device (see fallbacks)"
         )
     return found

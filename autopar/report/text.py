@@ -5,10 +5,12 @@ Enters: what ``plan.report()`` returns (or the saved report, without timings). L
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from autopar.report.tables import shortened, table
 from autopar.report.units import bytes_text, count_text, percent_text, seconds_text
 
 Report = Mapping[str, Any]
@@ -17,8 +19,10 @@ _SECONDS = {
     "compute_seconds": "compute",
     "copies_seconds": "copies of layout changes",
     "resharding_seconds": "communication of activations",
+    "recomputation_seconds": "recomputation",
     "parameter_communication_seconds": "communication of parameters and gradients",
     "optimizer_seconds": "optimizer",
+    "idle_seconds": "waiting for other stages",
 }
 _BYTES = {
     "parameter_bytes": "parameters",
@@ -28,12 +32,13 @@ _BYTES = {
     "saved_activation_bytes": "activations saved for backward",
     "momentary_bytes": "held for a moment",
 }
-_MAX_ROWS = 24
+_MAX_STAGES = 16
 
 
 def text(report: Report) -> str:
     """The whole report."""
-    sections = (_head, _mesh, _blocks, _parameters, _prediction, _memory, _collectives, _search, _fallbacks, _notes)
+    plan = (_head, _plan, _mesh, _stages, _timeline, _blocks, _parameters)
+    sections = (*plan, _prediction, _memory, _collectives, _search, _neighbours, _fallbacks, _notes)
     return "\n\n".join(part for part in ("\n".join(section(report)) for section in sections) if part)
 
 
@@ -48,6 +53,38 @@ def _head(report: Report) -> Iterable[str]:
     yield f"on {cluster['name']} ({'; '.join(nodes)}{between})"
 
 
+def _plan(report: Report) -> Iterable[str]:
+    """The plan in a sentence or two."""
+    schedule, mesh, stages = report["schedule"], report["mesh"], report["stages"]
+    ranks, count, size = schedule["num_pipeline_ranks"], schedule["num_micro_batches"], schedule["micro_batch_size"]
+    devices = math.prod(mesh["shape"])
+    if ranks == 1:
+        yield f"plan  the whole model on {_many(devices, 'device')}, {_batches(count, size)}"
+    else:
+        over = " and ".join(schedule["links"])
+        yield (
+            f"plan  a pipeline of {ranks} ranks of {_many(devices, 'device')} each, {_many(schedule['num_stages'], 'stage')}, "
+            f"schedule {schedule['kind']}, {_batches(count, size)}"
+        )
+        yield f"  stages send one another activations over {over}; {percent_text(schedule['bubble_fraction'])} of the step idle"
+    again = Counter[str]()
+    for mode, number in (run for stage in stages for group in stage["blocks"] for run in group["recompute"]):
+        again[mode] += number
+    blocks = sum(again.values())
+    words = {"selective": "compute cheap operators and attention", "full": "are computed whole"}
+    for mode in words:
+        if again[mode]:
+            yield f"  {again[mode]} of {blocks} blocks {words[mode]} again in backward, to save memory"
+
+
+def _batches(count: int, size: int) -> str:
+    return f"in {count} micro-batches of {size}" if count > 1 else "the whole batch at once"
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _mesh(report: Report) -> Iterable[str]:
     mesh = report["mesh"]
     yield "mesh  " + " x ".join(f"{name}={size}" for name, size in zip(mesh["names"], mesh["shape"], strict=True))
@@ -55,7 +92,7 @@ def _mesh(report: Report) -> Iterable[str]:
     for axis in mesh["axes"]:
         links = " and ".join(axis["links"]) or "no traffic"
         rows.append((axis["name"], f"{axis['size']} devices over {links}", f"splits {_split_words(axis['splits'])}"))
-    yield from _table(rows)
+    yield from table(rows)
 
 
 def _split_words(shares: Mapping[str, float]) -> str:
@@ -64,14 +101,66 @@ def _split_words(shares: Mapping[str, float]) -> str:
     return ", ".join(found) or "nothing that computes"
 
 
+def _stages(report: Report) -> Iterable[str]:
+    """A row for each stage of several."""
+    stages = report["stages"]
+    if len(stages) == 1:
+        return
+    yield "stages  (seconds of a micro-batch; bytes of a device)"
+    rows = [("", "rank", "devices", "modules", "forward", "backward", "once", "in flight", "memory")]
+    for stage in stages[:_MAX_STAGES]:
+        first, seconds = stage["first_device"], stage["seconds"]
+        rows.append(
+            (
+                str(stage["index"]),
+                str(stage["pipeline_rank"]),
+                f"{first}-{first + stage['num_devices'] - 1}",
+                _held(stage),
+                seconds_text(seconds["forward_seconds"]),
+                seconds_text(seconds["backward_seconds"]),
+                seconds_text(seconds["once_seconds"]),
+                str(stage["in_flight"]),
+                bytes_text(stage["memory"]["total_bytes"]),
+            )
+        )
+    yield from table(rows)
+    if len(stages) > _MAX_STAGES:
+        yield f"  ... and {len(stages) - _MAX_STAGES} more stages (see the JSON report)"
+
+
+def _held(stage: Mapping[str, Any]) -> str:
+    """What a stage holds: its first and last modules, and how many whole blocks."""
+    first, last = stage["first_module"], stage["last_module"]
+    blocks = sum(group["num_blocks"] for group in stage["blocks"])
+    again = sum(number for group in stage["blocks"] for mode, number in group["recompute"] if mode != "none")
+    words = f" ({_many(blocks, 'block')}{f', {again} recomputed' if again else ''})" if blocks else ""
+    return (first if first == last else f"{_cut(first)} .. {_cut(last)}") + words
+
+
+def _cut(module: str, width: int = 26) -> str:
+    return module if len(module) <= width else f"..{module[2 - width :]}"
+
+
+def _timeline(report: Report) -> Iterable[str]:
+    """The step as a chart, a row for each pipeline rank."""
+    timeline = report["predicted"]["timeline"]
+    ranks = timeline["ranks"]
+    if len(ranks) == 1:
+        return
+    legend = ", ".join(f"{letter} {words}" for letter, words in timeline["legend"].items())
+    yield f"timeline of a step ({seconds_text(report['predicted']['step_seconds'])})"
+    yield f"  {legend}"
+    yield from table([(f"rank {rank['pipeline_rank']}", rank["chart"]) for rank in ranks[:_MAX_STAGES]])
+    if len(ranks) > _MAX_STAGES:
+        yield f"  ... and {len(ranks) - _MAX_STAGES} more ranks (see the JSON report)"
+
+
 def _blocks(report: Report) -> Iterable[str]:
     """The heavy operators; of like blocks the first."""
     yield "heavy operators"
-    for stage in report["stages"]:
-        for block in stage["blocks"]:
-            variants = block["num_variants"]
-            alike = "all alike" if variants == 1 else f"{variants} variants"
-            yield f"  {block['group']}: {block['num_blocks']} blocks, {alike}"
+    for group, size in report["model"]["blocks"].items():
+        most = report["solver"]["variants"].get(group, 1)
+        yield f"  {group}: {size} blocks, {'all alike' if most == 1 else f'{most} variants'}"
     heavy = [operator for operator in report["operators"] if operator["kind"] in ("matmul", "attention")]
     calls = Counter((operator["module"], operator["target"]) for operator in heavy)
     rows, axes = [], report["mesh"]["names"]
@@ -80,7 +169,7 @@ def _blocks(report: Report) -> Iterable[str]:
         splits = ", ".join(f"{axis}: {operator['splits'][axis]}" for axis in axes if axis in operator["splits"])
         line = operator["source"] if calls[operator["module"], operator["target"]] > 1 else ""
         rows.append((times, operator["module"], operator["target"].split(".")[1], splits, line.rpartition("/")[2]))
-    yield from _shortened(rows, "operators")
+    yield from shortened(rows, "operators")
 
 
 def _parameters(report: Report) -> Iterable[str]:
@@ -97,7 +186,7 @@ def _parameters(report: Report) -> Iterable[str]:
         (f"{count} tensors", bytes_text(size), f"used {use}", f"stored {storage}", where)
         for (use, storage, where), (count, size) in ordered
     ]
-    yield from _shortened(rows, "ways")
+    yield from shortened(rows, "ways")
 
 
 def _plain(layout: str) -> str:
@@ -121,22 +210,26 @@ def _prediction(report: Report) -> Iterable[str]:
         for kind, words in _SECONDS.items()
         if abs(predicted["breakdown"][kind]) > 1e-9 * step
     ]
-    yield from _table(rows)
+    yield from table(rows)
 
 
 def _memory(report: Report) -> Iterable[str]:
-    memory = report["predicted"]["memory"]
-    yield (
-        f"memory  {bytes_text(memory['total_bytes'])} on the fullest device, "
-        f"{bytes_text(memory['available_bytes'])} available"
+    memory, several = report["predicted"]["memory"], report["schedule"]["num_pipeline_ranks"] > 1
+    where = (
+        f"on the devices of pipeline rank {memory['pipeline_rank']}, the fullest"
+        if several
+        else "on the fullest device"
     )
-    yield from _table([(words, bytes_text(memory[kind])) for kind, words in _BYTES.items() if memory[kind]])
+    yield (f"memory  {bytes_text(memory['total_bytes'])} {where}, {bytes_text(memory['available_bytes'])} available")
+    yield from table([(words, bytes_text(memory[kind])) for kind, words in _BYTES.items() if memory[kind]])
 
 
 def _collectives(report: Report) -> Iterable[str]:
     links = {axis["name"]: " and ".join(axis["links"]) for axis in report["mesh"]["axes"]}
+    links["stages"] = " and ".join(report["schedule"]["links"])
     totals = report["collectives"]["totals"]
-    yield "collectives a step" + ("" if totals else "  none")
+    several = ", all stages together" if len(report["stages"]) > 1 else ""
+    yield f"collectives a step{several}" + ("" if totals else "  none")
     rows = [
         (
             total["kind"],
@@ -147,7 +240,7 @@ def _collectives(report: Report) -> Iterable[str]:
         )
         for total in totals
     ]
-    yield from _table(rows)
+    yield from table(rows)
 
 
 def _search(report: Report) -> Iterable[str]:
@@ -157,15 +250,35 @@ def _search(report: Report) -> Iterable[str]:
         if solver["status"] == "OPTIMAL"
         else f"nothing can be more than {percent_text(solver['gap'])} faster"
     )
-    meshes = f"{solver['num_meshes']} mesh{'es' if solver['num_meshes'] > 1 else ''}"
-    yield f"search  {meshes}, {solver['status']}: {certificate}, under these costs"
-    alternatives = report["alternatives"]
-    rows = [(name, *_compared(other)) for name, other in sorted(alternatives["by_hand"].items())]
-    rows += [
-        (f"best of {' x '.join(map(str, other['mesh_shape']))}", *_compared(other))
-        for other in alternatives["other_meshes"]
+    yield f"search  {solver['status']}: {certificate}, under these costs"
+    yield (
+        f"  {_many(solver['num_frames'], 'arrangement')} of pipeline ranks, mesh, micro-batches and schedule: "
+        f"{_many(solver['num_bounded'], 'bound')}, {_many(solver['num_evaluated'], 'plan')} in full"
+    )
+    rows = [(name, *_compared(other)) for name, other in sorted(report["alternatives"]["by_hand"].items())]
+    if rows:
+        yield "by hand"
+    yield from table(rows)
+
+
+def _neighbours(report: Report) -> Iterable[str]:
+    """Why each choice is not made otherwise."""
+    neighbours = report["alternatives"]["neighbours"]
+    if neighbours:
+        yield "why not otherwise"
+    rows = [
+        (other["change"], _arranged(other), seconds_text(other["seconds"]), other["reason"]) for other in neighbours
     ]
-    yield from _table(rows)
+    yield from table(rows)
+
+
+def _arranged(other: Mapping[str, Any]) -> str:
+    shape = " x ".join(map(str, other["mesh_shape"]))
+    stages = (
+        f"{other['num_stages']} stages of {shape}, {other['schedule']}" if other["num_stages"] > 1 else f"mesh {shape}"
+    )
+    count = f", {other['num_micro_batches']} micro-batches" if other["num_micro_batches"] > 1 else ""
+    return f"{stages}{count}"
 
 
 def _compared(other: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -193,7 +306,7 @@ def _fallbacks(report: Report) -> Iterable[str]:
         )
         for entry in report["fallbacks"]
     ]
-    yield from _shortened(rows, "operators")
+    yield from shortened(rows, "operators")
 
 
 def _notes(report: Report) -> Iterable[str]:
@@ -203,26 +316,3 @@ def _notes(report: Report) -> Iterable[str]:
         total = sum(timings.values())
         phases = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in timings.items())
         yield f"planned in {seconds_text(total)} ({phases})"
-
-
-def _shortened(rows: Sequence[tuple[str, ...]], what: str) -> Iterable[str]:
-    yield from _table(rows[:_MAX_ROWS])
-    if len(rows) > _MAX_ROWS:
-        yield f"  ... and {len(rows) - _MAX_ROWS} more {what} (see the JSON report)"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterable[str]:
-    """Rows with columns aligned; numbers are ranged right by their column."""
-    if not rows:
-        return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if _is_amount(cell) else cell.ljust(width)
-            for cell, width in zip(row, widths, strict=True)
-        ]
-        yield ("  " + "  ".join(cells)).rstrip()
-
-
-def _is_amount(cell: str) -> bool:
-    return bool(cell) and (cell[0].isdigit() or cell[0] == "-") and len(cell) < 12

@@ -5,7 +5,8 @@ from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis, Ledger, Mesh, Sent
 from autopar.runtime.operators import batch_norm, cross_entropy, partial_mean, vocab_embedding
 from autopar.runtime.parameters import BufferSlot, Chunk, ParameterSlot, buffer, parameter
-from autopar.runtime.program import Input, Output, load_program
+from autopar.runtime.program import Boundary, Count, Input, Output, Stage, load_program
+from autopar.runtime.recompute import checkpoint
 from autopar.runtime.split import Split
 from autopar.runtime.steps import (
     all_gather,
@@ -25,8 +26,10 @@ from autopar.runtime.steps import (
 
 __all__ = [
     "Axis",
+    "Boundary",
     "BufferSlot",
     "Chunk",
+    "Count",
     "Engine",
     "Input",
     "Ledger",
@@ -36,11 +39,13 @@ __all__ = [
     "ProgramError",
     "Sent",
     "Split",
+    "Stage",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "batch_norm",
     "buffer",
+    "checkpoint",
     "copy_to",
     "cross_entropy",
     "gather",

@@ -1,6 +1,6 @@
 """The collectives that the runtime issues, each noted in the ledger of the mesh.
 
-All but one are functional (new tensors), so that they may stand inside ``torch.autograd.Function`` and under ``torch.compile``.
+All but two are functional (new tensors), so that they may stand inside ``torch.autograd.Function`` and under ``torch.compile``.
 Each waits for its result unless asked not to; :func:`wait` ends what was not waited for. The pieces of all ranks are
 stacked along a new first dim. An axis of size 1 sends nothing.
 """
@@ -8,6 +8,7 @@ stacked along a new first dim. An axis of size 1 sends nothing.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.mesh import Axis
@@ -49,6 +50,21 @@ def all_to_all(x: Tensor, axis: Axis, waits: bool = True) -> Tensor:
     if axis.size == 1 or x.numel() == 0:
         return x
     return _issue("all_to_all", x, axis, "", waits)
+
+
+def broadcast_in_place(x: Tensor, axis: Axis, source: int) -> Tensor:
+    """Contiguous ``x`` of the rank at place ``source`` of ``axis``, on all its ranks."""
+    if axis.size > 1 and x.numel():
+        axis.record("broadcast", x.numel() * x.element_size())
+        dist.broadcast(message(x), group=axis.group, group_src=source)
+    return x
+
+
+def message(x: Tensor) -> Tensor:
+    """Contiguous ``x`` as it is sent or received: a view of a type that every backend knows."""
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8)
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def wait(x: Tensor) -> Tensor:

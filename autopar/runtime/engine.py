@@ -21,14 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime import norms, zero
-from autopar.runtime.batches import Batches, replicated, scaled
+from autopar.runtime.batches import Batches, MicroBatching, replicated, scaled
+from autopar.runtime.counts import Counts
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.gathered import Gathers
 from autopar.runtime.gradients import GradientReducer
+from autopar.runtime.holdings import Holdings
 from autopar.runtime.layouts import changes, parse_words
+from autopar.runtime.loop import Loop
 from autopar.runtime.mesh import Ledger, Mesh
 from autopar.runtime.parameters import BufferSlot, ParameterSlot
+from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.program import Output
+from autopar.runtime.recompute import running
+from autopar.runtime.split import Split
 
 
 class Engine:
@@ -38,53 +44,78 @@ class Engine:
         self.program = program
         self.mesh: Mesh = program.mesh
         self.mesh.bind(device)
-        if len(program.STAGES) != 1:
-            raise ProgramError(f"this engine runs programs of one stage, this one has {len(program.STAGES)}")
-        self.stage: nn.Module = program.STAGES[0]()
-        self._run: Callable[..., dict[str, Tensor]] = self.stage
-        self._outputs: tuple[Output, ...] = tuple(program.OUTPUTS)
-        self._batches = Batches(program.INPUTS, self.mesh, program.BATCH, program.BATCH_MULTIPLE)
+        schedule = str(getattr(program, "SCHEDULE", "single"))
+        loop = MicroBatching(
+            getattr(program, "GLOBAL_BATCH", program.BATCH),
+            getattr(program, "MICRO_BATCHES", 1),
+            getattr(program, "MICRO_BATCH_UNIT", 1),
+        )
+        self.holdings = Holdings(program, self.mesh, schedule)
+        self.slots: dict[str, ParameterSlot] = self.holdings.slots
+        self.buffer_slots: dict[str, BufferSlot] = self.holdings.buffer_slots
         self._gathers = Gathers()
-        self.slots: dict[str, ParameterSlot] = {}
-        self.buffer_slots: dict[str, BufferSlot] = {}
-        self._names: dict[str, str] = {}
-        for slot in self.stage.modules():
-            if isinstance(slot, (ParameterSlot, BufferSlot)):
-                self._adopt(slot)
-        self._reducer = GradientReducer(list(self.slots.values()))
-
-    def _adopt(self, slot: ParameterSlot | BufferSlot) -> None:
-        for name in (slot.name, *slot.aliases):
-            if name in self._names:
-                raise ProgramError(f"two slots of the program are called {name!r}")
-            self._names[name] = slot.name
-        slot.allocate(self.mesh.device)
-        if isinstance(slot, ParameterSlot):
+        for slot in self.holdings.all_slots():
             slot.gathers = self._gathers
-            self.slots[slot.name] = slot
+        self._counts = Counts(getattr(program, "COUNTS", ()), self.mesh)
+        self._outputs: tuple[Output, ...] = tuple(program.OUTPUTS)
+        self._batches = Batches(
+            program.INPUTS, self.mesh, program.BATCH, program.BATCH_MULTIPLE, loop, self._used_inputs(program)
+        )
+        self._reducer = GradientReducer(list(self.holdings.all_slots()), ties=self.holdings.ties())
+        self._runner: Loop | Pipeline
+        if len(program.STAGES) == 1:
+            if self.mesh.stages.size > 1 or schedule != "single":
+                raise ProgramError(f"a program of one stage runs on one pipeline rank under 'single', not {schedule!r}")
+            self._runner = Loop(self.stage, self.mesh, self._reducer)
+        elif self.mesh.stages.size == 1:
+            raise ProgramError(
+                f"{len(program.STAGES)} stages on one pipeline rank: plan the model as one stage, which computes the same"
+            )
         else:
-            self.buffer_slots[slot.name] = slot
+            self._runner = Pipeline(program, self.mesh, self.holdings, self._reducer, schedule, loop.num_micro_batches)
+
+    @property
+    def stage(self) -> nn.Module:
+        """The module of this rank's stage; of the first where it has several."""
+        return self.holdings.stages[0].module
+
+    def _used_inputs(self, program: types.ModuleType) -> set[str]:
+        """The inputs of which this rank needs its share."""
+        if len(program.STAGES) == 1:
+            return {given.name for given in program.INPUTS}
+        names = {name for own in self.holdings.stages for name in own.description.takes}
+        return names.union(*(count.takes for count in getattr(program, "COUNTS", ())))
 
     # Parameters and buffers
 
     def slot(self, name: str) -> ParameterSlot | BufferSlot:
-        """The slot of a parameter or buffer, by any of its names."""
-        own = self._names.get(name)
-        if own is None:
-            raise ProgramError(f"the program has no parameter or buffer {name!r}")
-        return self.slots[own] if own in self.slots else self.buffer_slots[own]
+        """The slot of a parameter or buffer of this rank, by any of its names."""
+        own = self.holdings.name_of(name)
+        if own in self.slots:
+            return self.slots[own]
+        if own in self.buffer_slots:
+            return self.buffer_slots[own]
+        raise ProgramError(
+            f"{name!r} is on pipeline rank {', '.join(map(str, self.holdings.places[own]))}, this is "
+            f"{self.mesh.stages.place}"
+        )
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a piece of the parameter or buffer."""
+        own = self.holdings.name_of(name)
+        return own in self.slots or own in self.buffer_slots
 
     def fill(self, name: str, read: Callable[[], Tensor]) -> None:
         """Copy this rank's piece of the whole tensor that ``read()`` returns; the whole one may be on the CPU."""
         self.slot(name).fill(read)
 
     def load(self, source: Callable[[str], Tensor]) -> None:
-        """Fill every parameter and buffer with this rank's piece of ``source(name)``, one whole tensor at a time."""
+        """Fill every parameter and buffer of this rank with its piece of ``source(name)``, one whole tensor at a time."""
         for slot in (*self.slots.values(), *self.buffer_slots.values()):
             slot.fill(lambda name=slot.name: source(name))  # type: ignore[misc]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(the model's name, what rests here) of every parameter, one entry per tied set."""
+        """(the model's name, what rests here) of every parameter of this rank's stages, one entry per tied set."""
         for name, slot in self.slots.items():
             yield name, slot.storage
 
@@ -115,40 +146,51 @@ class Engine:
 
         The inputs are the global batch, the same on every rank; with ``local`` this rank's share of it.
         """
-        shares, _ = self._batches.shares(args, kwargs, local)
+        micro_batches = self._batches.micro_batches(args, kwargs, local)
         self._refresh()
         try:
-            with torch.enable_grad(), self._gathers.saving():
-                outputs = self._run(**shares)
-            loss = outputs.get("loss")
-            if loss is None or loss.dim() != 0:
-                raise ProgramError(f"the program returns no scalar 'loss' to train on, only {', '.join(outputs)}")
-            if not loss.requires_grad:
-                raise ProgramError(
-                    "the loss depends on no trainable parameter, so there is no step to make; forward() gives its value"
-                )
-            loss.backward()
+            with torch.enable_grad(), running(self.mesh), self._gathers.saving():
+                self._counts.find([micro_batch.shares for micro_batch in micro_batches])
+                loss = self._runner.train(micro_batches)
             self._reducer.finish()
         except BaseException:
+            self._runner.abandon()
             self._reducer.abandon()
-            for slot in self.buffer_slots.values():
+            for slot in self.holdings.all_buffer_slots():
                 slot.abandon()
             raise
         self._commit()
-        return loss.detach()
+        return loss
 
     @torch.no_grad()
     def forward(self, *args: Any, local: bool = False, **kwargs: Any) -> dict[str, Tensor]:
         """Every output, whole on every rank; without gradients."""
-        shares, batch = self._batches.shares(args, kwargs, local)
+        micro_batches = self._batches.micro_batches(args, kwargs, local, evaluates=True)
+        sizes = [micro_batch.size for micro_batch in micro_batches]
         self._refresh()
-        found = self._run(**shares)
+        self._counts.find([micro_batch.shares for micro_batch in micro_batches])
+        found = self._runner.evaluate(micro_batches)
         self._commit()
         return {
-            output.name: self._whole(output, found[output.name], batch)
+            output.name: self._combined(output, [shares[output.name] for shares in found], sizes, local)
             for output in self._outputs
-            if output.name in found
+            if output.name in found[0]
         }
+
+    def _combined(self, output: Output, shares: list[Tensor], sizes: list[int], local: bool) -> Tensor:
+        """An output of the batch from those of its micro-batches."""
+        wholes = [self._whole(output, share, size) for share, size in zip(shares, sizes, strict=True)]
+        if len(wholes) == 1:
+            return wholes[0]
+        how = output.combine or ("sum" if output.name == "loss" else "same")
+        if output.combine is None and output.batch_dim is not None:
+            how = "concatenate"
+        if how == "concatenate":
+            assert output.batch_dim is not None, "what is concatenated has a batch dim"
+            joined = torch.cat(wholes, output.batch_dim)
+            order = self._batches.order(sizes) if local else None
+            return joined if order is None else _reordered(joined, output.batch_dim, order)
+        return torch.stack(wholes).sum(0) if how == "sum" else wholes[0]
 
     def _whole(self, output: Output, share: Tensor, batch: int) -> Tensor:
         """An output gathered from its shares."""
@@ -160,19 +202,23 @@ class Engine:
         return share
 
     def _refresh(self) -> None:
-        zero.refresh(self.slots.values())
+        zero.refresh(self.holdings.all_slots())
 
     def _commit(self) -> None:
-        for slot in self.buffer_slots.values():
+        for slot in self.holdings.all_buffer_slots():
             slot.commit()
 
     def compile(self, **options: Any) -> None:
-        """Run the stage through ``torch.compile`` from now on."""
-        self._run = torch.compile(self.stage, **options)
+        """Run the stages through ``torch.compile`` from now on."""
+        for value in vars(self.program).values():
+            if isinstance(value, Split):
+                value.prepare()
+        self._runner.compile(**options)
 
     def train(self, mode: bool = True) -> Engine:
-        """Set the mode of the stage's modules."""
-        self.stage.train(mode)
+        """Set the mode of the stages' modules."""
+        for own in self.holdings.stages:
+            own.module.train(mode)
         return self
 
     def eval(self) -> Engine:
@@ -190,7 +236,16 @@ class Engine:
 
         As ``torch.nn.utils.clip_grad_norm_`` on the whole gradients: every element counts once.
         """
-        return norms.clip_grad_norm_(list(self.slots.values()), self.mesh, max_norm, norm_type, error_if_nonfinite)
+        described = self.holdings.described
+        return norms.clip_grad_norm_(
+            list(self.slots.values()),
+            self.mesh,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            {name: slot for name, slot in described.items() if isinstance(slot, ParameterSlot)},
+            {name: self.holdings.owner(name) for name in self.slots},
+        )
 
     # What is sent
 
@@ -202,3 +257,10 @@ class Engine:
     def ledger(self) -> Ledger | None:
         """Collectives issued since :meth:`set_ledger`."""
         return self.mesh.ledger
+
+
+def _reordered(joined: Tensor, dim: int, order: Tensor) -> Tensor:
+    """A batch of samples in another order; a sample may have several elements along ``dim``."""
+    per_sample = joined.shape[dim] // len(order)
+    places = (order.unsqueeze(1) * per_sample + torch.arange(per_sample, device=order.device)).flatten()
+    return joined.index_select(dim, places)

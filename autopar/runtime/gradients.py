@@ -1,13 +1,15 @@
 """Reduction of parameter gradients during and after backward.
 
-ZeRO-2 gradients are reduce-scattered as soon as a bucket of them is there, ZeRO-1 gradients after backward. What is then
-still a sum of terms at rest (G axes) is collected in flat buckets and all-reduced, for replicated parameters while backward
-goes on. All ranks run the same program, so buckets fill in the same order everywhere.
+ZeRO-2 gradients are reduce-scattered in every micro-batch, as soon as a bucket of them is there, and added up as shards.
+All else happens once a step: ZeRO-1 gradients are reduce-scattered after the last backward; what is then still a sum of
+terms at rest (G axes) is collected in flat buckets and all-reduced, for replicated parameters while the last backward goes
+on; gradients of parameters that other pipeline ranks have, too, are summed with theirs at the end. All ranks run the same
+program, so buckets fill in the same order everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,8 +40,8 @@ class SumBucket:
         self.gradients = [self.gradients[0]] if len(self.gradients) == 1 else []
         collectives.all_reduce_in_place(self.flat, self.axes[0])
 
-    def finish(self) -> None:
-        """Wait, sum over the other axes, and hand the gradients to their slots."""
+    def finish(self) -> Iterator[tuple[ParameterSlot, Tensor]]:
+        """Wait and sum over the other axes; each slot with its gradient."""
         assert self.flat is not None, "a bucket is launched before it is finished"
         collectives.wait(self.flat)
         for axis in self.axes[1:]:
@@ -47,16 +49,26 @@ class SumBucket:
         at = 0
         for slot in self.slots:
             size = slot.local.numel()
-            slot.add_gradient(self.flat[at : at + size].view(slot.local.shape))
+            yield slot, self.flat[at : at + size].view(slot.local.shape)
             at += size
 
 
 class GradientReducer:
-    """Watches the leaves of ``slots``; :meth:`finish` after backward leaves every gradient on its ``storage``."""
+    """Watches the leaves of ``slots``; :meth:`finish` after the last backward leaves every gradient on its ``storage``.
 
-    def __init__(self, slots: Sequence[ParameterSlot], bucket_bytes: int = BUCKET_BYTES) -> None:
+    ``is_last``: whether the backward that runs next is the step's last of all these slots. ``ties``: for parameters that
+    other pipeline ranks have, too, the axis of those ranks, in an order that is the same on all of them.
+    """
+
+    def __init__(
+        self, slots: Sequence[ParameterSlot], bucket_bytes: int = BUCKET_BYTES, ties: Mapping[str, Axis] | None = None
+    ) -> None:
+        self.is_last = True
         self._slots = [slot for slot in slots if slot.trainable]
+        self._ties = dict(ties or {})
+        self._tied: dict[str, Tensor] = {}
         self._bucket_bytes = bucket_bytes
+        self._shards: dict[int, tuple[ParameterSlot, Tensor]] = {}
         self._scatters: dict[tuple[int, torch.dtype], ScatterBucket] = {}
         self._launched_scatters: list[ScatterBucket] = []
         self._sums: dict[tuple[tuple[int, ...], torch.dtype], SumBucket] = {}
@@ -65,31 +77,73 @@ class GradientReducer:
             self._watch(slot)
 
     def _watch(self, slot: ParameterSlot) -> None:
-        if slot.zero == 2 or (slot.zero != 1 and slot.reduce_axes):
+        if slot.zero == 2:
             slot.leaf.register_post_accumulate_grad_hook(lambda leaf: self._ready(slot))
+        elif slot.zero != 1 and slot.reduce_axes:
+            slot.leaf.register_post_accumulate_grad_hook(lambda leaf: self._ready(slot) if self.is_last else None)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After a backward that is not the last: reduce what is reduced in every micro-batch."""
+        for slot in self._slots:
+            if slot.zero == 2 and slot.leaf.grad is not None:
+                self._ready(slot)
+        self._end_scatters()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what is left over and wait for everything."""
+        """After the last backward: reduce what is left over, and wait for everything."""
         for slot in self._slots:
             if slot.leaf.grad is not None:
                 self._ready(slot)
+        self._end_scatters()
+        for slot, shard in self._shards.values():
+            self._sum(slot, shard)
+        self._shards = {}
+        for sums in list(self._sums):
+            self._launch_sum(sums)
+        for bucket in self._launched_sums:
+            for slot, gradient in bucket.finish():
+                self._deliver(slot, gradient)
+        self._launched_sums = []
+        self._end_ties()
+
+    def _end_scatters(self) -> None:
         for key in list(self._scatters):
             self._launch_scatter(key)
         for scatter in self._launched_scatters:
             for slot, shard in scatter.finish():
-                self._sum(slot, shard)
+                self._keep(slot, shard)
         self._launched_scatters = []
-        for sums in list(self._sums):
-            self._launch_sum(sums)
-        for bucket in self._launched_sums:
-            bucket.finish()
-        self._launched_sums = []
+
+    def _keep(self, slot: ParameterSlot, shard: Tensor) -> None:
+        """Add to the slot's shard of this step."""
+        kept = self._shards.get(id(slot))
+        self._shards[id(slot)] = (slot, shard if kept is None else kept[1].add_(shard))
+
+    def _deliver(self, slot: ParameterSlot, gradient: Tensor) -> None:
+        """A gradient of this step that is finished but for the other pipeline ranks."""
+        if slot.name not in self._ties:
+            slot.add_gradient(gradient)
+            return
+        there = self._tied.get(slot.name)
+        self._tied[slot.name] = gradient if there is None else there + gradient
+
+    def _end_ties(self) -> None:
+        """Sum the gradients of tied parameters over the pipeline ranks that have them."""
+        first = {slot.name: slot for slot in reversed(self._slots)}
+        for name, axis in self._ties.items():
+            if name in first:
+                slot = first[name]
+                gradient = self._tied.pop(name, None)
+                gradient = torch.zeros_like(slot.local) if gradient is None else gradient
+                slot.add_gradient(collectives.all_reduce(gradient.contiguous(), axis))
 
     def abandon(self) -> None:
         """Forget the gradients of a step that failed."""
         self._scatters, self._launched_scatters = {}, []
         self._sums, self._launched_sums = {}, []
+        self._shards, self._tied = {}, {}
         for slot in self._slots:
             slot.leaf.grad = None
 
@@ -102,7 +156,7 @@ class GradientReducer:
         if slot.zero not in (1, 2):
             self._sum(slot, gradient)
         elif not slot.has_one_gather():
-            self._sum(slot, slot.fold(gradient))
+            self._keep(slot, slot.fold(gradient))
         else:
             axis = slot.one_gather()[0]
             key = (axis.index, gradient.dtype)
@@ -115,7 +169,7 @@ class GradientReducer:
         """Sum a gradient in the layout at rest over the axes where it is a sum of terms."""
         axes = slot.reduce_axes
         if not axes:
-            slot.add_gradient(gradient)
+            self._deliver(slot, gradient)
             return
         key = (tuple(axis.index for axis in axes), gradient.dtype)
         bucket = self._sums.setdefault(key, SumBucket(axes))

@@ -67,36 +67,48 @@ def cross_entropy(
     *,
     batch_axes: Sequence[Axis] = (),
     vocab: Split | None = None,
+    count: Tensor | None = None,
 ) -> Tensor:
     """``F.cross_entropy`` of this rank's rows ``[rows, classes, ...]`` or ``[classes]``.
 
     ``batch_axes``: axes over which the rows are split: a mean divides by the global number (or weight) of valid labels, and
-    the result is partial over them. ``vocab``: how the class dim of ``logits`` is split; the largest logit, the sum of
-    exponentials and the label's logit are exchanged, and the result is replicated over its axes. ``weight`` is always
-    whole. Backward: the gradient of the local logits, without traffic.
+    the result is partial over them. ``count``: that number, found beforehand for the rows of all devices and micro-batches:
+    a mean divides by it, and is this call's term of a sum (zero where all labels are ignored). ``vocab``: how the class
+    dim of ``logits`` is split; the largest logit, the sum of exponentials and the label's logit are exchanged, and the result
+    is replicated over its axes. ``weight`` is always whole. Backward: the gradient of the local logits, without traffic.
     """
     batch_axes = [axis for axis in batch_axes if axis.size > 1]
-    if vocab is None or all(axis.size == 1 for axis in vocab.axes):
-        if reduction != "mean" or not batch_axes:
-            return F.cross_entropy(logits, labels, weight, None, ignore_index, None, reduction, label_smoothing)
-        total = F.cross_entropy(logits, labels, weight, None, ignore_index, None, "sum", label_smoothing)
-        if labels.is_floating_point():  # class probabilities: every row counts
-            rows = torch.tensor(labels.numel() // labels.shape[min(1, labels.dim() - 1)], device=labels.device)
-            return total / _sum_over(rows, batch_axes)
-        return total / _sum_over(_count(labels, weight, ignore_index, total.dtype), batch_axes)
-    if labels.is_floating_point():
+    if vocab is not None and all(axis.size == 1 for axis in vocab.axes):
+        vocab = None
+    if vocab is None and (reduction != "mean" or not (batch_axes or count is not None)):
+        return F.cross_entropy(logits, labels, weight, None, ignore_index, None, reduction, label_smoothing)
+    if vocab is not None and labels.is_floating_point():
         raise ProgramError("cross_entropy over a split class dim takes class indices, not probabilities")
-    losses = _split_losses(logits, labels, weight, ignore_index, label_smoothing, vocab)
-    if reduction == "none":
-        return losses.to(logits.dtype)
-    total = losses.sum()
+    if vocab is None:
+        total = _total(logits, labels, weight, ignore_index, label_smoothing)
+    else:
+        losses = _split_losses(logits, labels, weight, ignore_index, label_smoothing, vocab)
+        if reduction == "none":
+            return losses.to(logits.dtype)
+        total = losses.sum()
     if reduction == "mean":
-        total = total / _sum_over(_count(labels, weight, ignore_index, losses.dtype), batch_axes)
+        own = _count(labels, weight, ignore_index, total.dtype) if count is None else count
+        total = total / (_sum_over(own, batch_axes) if count is None else own.to(total.dtype))
     return total.to(logits.dtype)
 
 
+def _total(logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
+    """The sum of all rows' losses. In half precision the rows' own are summed in float32: their sum may be too large."""
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        rows = F.cross_entropy(logits, labels, weight, None, ignore_index, None, "none", label_smoothing)
+        return rows.sum(dtype=torch.float32)
+    return F.cross_entropy(logits, labels, weight, None, ignore_index, None, "sum", label_smoothing)
+
+
 def _count(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Number of valid labels here (int64), or the sum of their weights."""
+    """Number of valid labels here (int64), or the sum of their weights; of class probabilities every row counts."""
+    if labels.is_floating_point():
+        return torch.tensor(labels.numel() // labels.shape[min(1, labels.dim() - 1)], device=labels.device)
     valid = labels != ignore_index
     if weight is None:
         return valid.sum()

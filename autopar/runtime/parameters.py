@@ -117,14 +117,24 @@ class ParameterSlot(_Slot):
         self.zero = zero if self.rest != self.use else 0
         self.trainable = trainable and (dtype.is_floating_point or dtype.is_complex)
         self.gathers = Gathers()
+        self.twins: tuple[ParameterSlot, ...] = ()
         self._changes: tuple[Change, ...] = ()
         self._gathered_version = -1
         self._has_had_gradient = False
 
-    def allocate(self, device: torch.device) -> None:
-        """Make the piece at rest, uninitialised; the mesh must be bound. Called once, by the engine."""
-        local = torch.empty(local_shape(self.shape, self.rest, self.mesh), dtype=self.dtype, device=device)
-        storage = nn.Parameter(self._wrapped(local), requires_grad=self.trainable)
+    def allocate(self, device: torch.device, twin: ParameterSlot | None = None) -> None:
+        """Make the piece at rest, uninitialised; the mesh must be bound. Called once, by the engine.
+
+        ``twin``: the slot of the same parameter in an earlier stage on this rank, whose piece serves both. Each keeps a
+        gradient of its own until it is reduced: the two may be other sums of terms.
+        """
+        if twin is not None:
+            self._check_rests_as(twin)
+            self.twins, twin.twins = (*twin.twins, twin), (*twin.twins, self)
+            local, storage = twin.local, twin.storage
+        else:
+            local = torch.empty(local_shape(self.shape, self.rest, self.mesh), dtype=self.dtype, device=device)
+            storage = nn.Parameter(self._wrapped(local), requires_grad=self.trainable)
         leaf = local
         if self.zero in (1, 2):
             leaf = torch.empty(local_shape(self.shape, self.use, self.mesh), dtype=self.dtype, device=device)
@@ -134,6 +144,11 @@ class ParameterSlot(_Slot):
         self.__dict__["leaf"] = leaf.detach().requires_grad_(self.trainable)
         self._changes = changes(self.rest, self.use, self.shape, self.mesh)
         self.invalidate()
+
+    def _check_rests_as(self, other: ParameterSlot) -> None:
+        rests = [tuple(word if word.kind == "S" else Word("R") for word in slot.rest) for slot in (self, other)]
+        if rests[0] != rests[1] or self.shape != other.shape or self.dtype != other.dtype:
+            raise ProgramError(f"{self.name} rests otherwise in one stage than in another: its pieces must be the same")
 
     storage: nn.Parameter
     leaf: Tensor
@@ -209,13 +224,15 @@ class ParameterSlot(_Slot):
         return self.storage._version + local_of(self.storage)._version + self.local._version
 
     def invalidate(self) -> None:
-        """Have the working copy gathered at the next step: after writes through ``.data``, on all ranks."""
-        self._gathered_version = -1
+        """Have the working copies gathered at the next step: after writes through ``.data``, on all ranks."""
+        for slot in (self, *self.twins):
+            slot._gathered_version = -1
 
     @torch.no_grad()
     def add_gradient(self, gradient: Tensor) -> None:
         """Add to ``storage.grad`` a finished gradient in the layout at rest."""
-        self._has_had_gradient = True
+        for slot in (self, *self.twins):
+            slot._has_had_gradient = True
         if self.storage.grad is None:
             self.storage.grad = self._wrapped(gradient.detach())
         else:
@@ -268,9 +285,10 @@ class BufferSlot(_Slot):
         self.persistent = persistent
         self._next: Tensor | None = None
 
-    def allocate(self, device: torch.device) -> None:
-        """Make the tensor, uninitialised. Called once, by the engine."""
-        self.__dict__["_local"] = torch.empty(self.shape, dtype=self.dtype, device=device)
+    def allocate(self, device: torch.device, twin: BufferSlot | None = None) -> None:
+        """Make the tensor, uninitialised, or share that of another stage's slot. Called once, by the engine."""
+        own = torch.empty(self.shape, dtype=self.dtype, device=device) if twin is None else twin.local
+        self.__dict__["_local"] = own
 
     @property
     def local(self) -> Tensor:

@@ -109,6 +109,12 @@ class Split:
         if len({axis.index for axis, _ in self.cuts}) != len(self.cuts):
             raise ProgramError(f"an axis cuts a dim once: {[axis.name for axis, _ in self.cuts]}")
 
+    def prepare(self) -> None:
+        """Work out what is worked out once: a compiled program may not do so inside a part that is computed again."""
+        self.intervals()
+        for axis in self.axes:
+            self.pieces(axis)
+
     @property
     def axes(self) -> tuple[Axis, ...]:
         return tuple(axis for axis, _ in self.cuts)

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Layout, Shard, State
 from autopar.strategies.cuts import LetterCuts, to_tensor
@@ -92,7 +93,12 @@ def _rank(choice: AxisChoice) -> tuple[bool, int]:
 
 def _normalized(states: Sequence[State], parts: int) -> tuple[State, ...]:
     """States with the simplest cuts that give the same pieces."""
-    return tuple(Shard(s.dim, s.cut.normalized(parts)) if isinstance(s, Shard) else s for s in states)
+    return tuple(_normalized_shard(s, parts) if isinstance(s, Shard) else s for s in states)
+
+
+@lru_cache(maxsize=1 << 14)
+def _normalized_shard(state: Shard, parts: int) -> Shard:
+    return Shard(state.dim, state.cut.normalized(parts))
 
 
 def _settled(states: Sequence[State], gradient: Sequence[bool], differentiated: bool) -> tuple[State, ...]:
@@ -145,23 +151,32 @@ def _pass_partial(signature: Signature, group: frozenset[int]) -> AxisChoice:
     return AxisChoice("P", inputs, (PARTIAL,) * len(signature.outputs))
 
 
+_Sides = tuple[tuple[State, ...], tuple[State, ...]]  # of inputs and outputs on one axis
+
+
 def strategies(per_axis: Sequence[Sequence[AxisChoice]], mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
     """Every combination of the axes' choices that can be carried out together, each set of layouts once.
 
     Axes that split one letter cut it alike, and there are units for all of their pieces; an axis of one device splits
     nothing.
     """
-    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
+    found: dict[tuple[int, ...], Strategy] = {}
+    numbers: dict[_Sides, int] = {}  # choices with equal pieces are one: comparing their numbers is quick
+    pieced: dict[tuple[int, int], tuple[int, _Sides]] = {}
     for axes in itertools.product(*per_axis):
         split = _pieces(axes, mesh_shape)
         if split is None:
             continue
-        states = [
-            (_normalized(c.inputs, parts), _normalized(c.outputs, parts))
-            for c, parts in ((c, split[c.letter][1] if c.letter else 1) for c in axes)
-        ]
-        layouts = tuple(tuple(zip(*side, strict=True)) for side in zip(*states, strict=True))
-        found.setdefault((layouts[0], layouts[1]), Strategy(tuple(axes), layouts[0], layouts[1], split))
+        parts = [split[choice.letter][1] if choice.letter else 1 for choice in axes]
+        for choice, count in zip(axes, parts, strict=True):
+            if (id(choice), count) not in pieced:
+                both = _normalized(choice.inputs, count), _normalized(choice.outputs, count)
+                pieced[id(choice), count] = numbers.setdefault(both, len(numbers)), both
+        states = [pieced[id(choice), count] for choice, count in zip(axes, parts, strict=True)]
+        key = tuple(number for number, _ in states)
+        if key not in found:
+            inputs, outputs = (tuple(zip(*side, strict=True)) for side in zip(*(both for _, both in states), strict=True))
+            found[key] = Strategy(axes, inputs, outputs, split)
     return tuple(found.values())
 
 
@@ -182,15 +197,13 @@ def _pieces(axes: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> dict[str, 
     return found
 
 
-def share(signature: Signature, strategy: Strategy) -> float:
+def share(strategy: Strategy) -> float:
     """The part of an operator's work that falls to the first device: 1 when nothing is split."""
-    fraction = 1.0
-    for letter, (cut, parts) in strategy.split.items():
-        fraction *= piece_fraction(cut, parts, signature.sizes, letter)
-    return fraction
+    return math.prod(piece_fraction(cut, parts) for cut, parts in strategy.split.values())
 
 
-def piece_fraction(cut: Cut, parts: int, sizes: Mapping[str, int], letter: str) -> float:
+@lru_cache(maxsize=1 << 14)
+def piece_fraction(cut: Cut, parts: int) -> float:
     """Length of the largest piece as a fraction of the whole."""
     total = sum(count * size for count, size, _ in cut.runs)
     largest = sum(count * math.ceil(size // unit / parts) * unit for count, size, unit in cut.runs)

@@ -7,6 +7,7 @@ and letter the cuts worth offering, and which of them split the batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -97,19 +98,19 @@ class _Cuts:
     def __init__(self) -> None:
         self.known: dict[tuple[str, int], dict[Cut, None]] = {}
         self.batch: dict[tuple[str, int], Cut] = {}
-        self.grew = False
+        self.num_changes: Counter[str] = Counter()  # by value
 
     def add(self, value: str, dim: int, cut: Cut) -> None:
         cuts = self.known.setdefault((value, dim), {})
         if cut not in cuts and len(cuts) < MAX_CUTS and cut.num_units > 1:
             cuts[cut] = None
-            self.grew = True
+            self.num_changes[value] += 1
 
     def add_batch(self, value: str, dim: int, cut: Cut) -> None:
         if (value, dim) not in self.batch:
             self.batch[value, dim] = cut
             self.add(value, dim, cut)
-            self.grew = True
+            self.num_changes[value] += 1
 
 
 def letter_cuts(
@@ -127,12 +128,13 @@ def letter_cuts(
     for value, dim, size in batch_dims:
         state.add_batch(value, dim, Cut.plain(size))
     ruled = [operator for operator in operators if operator.id in signatures]
+    seen: dict[str, int] = {}  # changes of an operator's values that it has spread: without others it has nothing new to say
     for backwards in (False, True) * 4:
-        state.grew = False
         for operator in reversed(ruled) if backwards else ruled:
-            _spread(operator, signatures[operator.id], state)
-        if not state.grew:
-            break
+            changes = sum(state.num_changes[value] for value in (*operator.inputs, *operator.outputs))
+            if seen.get(operator.id) != changes:
+                seen[operator.id] = changes
+                _spread(operator, signatures[operator.id], state)
     found = {operator.id: _of_letters(operator, signatures[operator.id], state) for operator in ruled}
     dominated = _dominated(ruled, signatures, found, state, frozenset(parameters))
     return {name: replace(cuts, dominated=dominated.get(name, {})) for name, cuts in found.items()}

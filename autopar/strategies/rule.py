@@ -15,14 +15,17 @@ Operators linear in some inputs together also pass partial values through (*line
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from autopar.errors import RuleError
 from autopar.graph import Operator, OpGraph
+from autopar.reshard import CollectiveKind
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Exchange:
     """
 
     letter: str
-    kind: str
+    kind: CollectiveKind
     letters: tuple[str, ...]
     item_bytes: int
     count: int = 1
@@ -86,20 +89,18 @@ class Signature:
 
     def splittable(self) -> tuple[str, ...]:
         """Letters that a strategy may split, in order of appearance, outputs first."""
+        return self._splittable
+
+    @cached_property
+    def _splittable(self) -> tuple[str, ...]:
         if self.random:
             return ()
-        found: dict[str, None] = {}
-        for term in (*self.outputs, *self.inputs):
-            for letter in letters_of(term):
-                if letter not in self.whole and self.sizes[letter] > 1:
-                    found.setdefault(letter)
-        repeated = {
-            letter
-            for term in (*self.outputs, *self.inputs)
-            for letter in letters_of(term)
-            if letters_of(term).count(letter) > 1
-        }
-        return tuple(letter for letter in found if letter not in repeated)
+        terms = [letters_of(term) for term in (*self.outputs, *self.inputs)]
+        repeated = {letter for letters in terms for letter in letters if letters.count(letter) > 1}
+        found = dict.fromkeys(itertools.chain(*terms))
+        return tuple(
+            letter for letter in found if letter not in self.whole and self.sizes[letter] > 1 and letter not in repeated
+        )
 
 
 RuleFunction = Callable[[Operator, OpGraph], Signature | None]

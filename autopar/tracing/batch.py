@@ -31,9 +31,10 @@ class _Differs(Exception):
 
 @dataclass(frozen=True)
 class Marked:
-    """Operators with their batch literals; or, with a reason, as they were."""
+    """Operators with their batch literals, and the dims of values that follow the batch; or, with a reason, as they were."""
 
     operators: tuple[Operator, ...]
+    batch_dims: Mapping[str, tuple[int, ...]]
     reason: str | None = None
 
 
@@ -46,12 +47,12 @@ def mark_batch(
     reason = ""
     for attempt in ([cuts] if cuts else []) + [{}]:
         try:
-            return Marked(_align(lowered, retrace(other, attempt), groups, attempt, (batch, other)))
+            return _align(lowered, retrace(other, attempt), groups, attempt, (batch, other))
         except _Differs as error:
             reason = str(error)
         except AutoparError as error:
             reason = f"it cannot be traced at a batch of {other}: {error}"
-    return Marked(tuple(lowered.operators), reason)
+    return Marked(tuple(lowered.operators), {}, reason)
 
 
 def _other_batch(lowered: Lowered, batch: int) -> int:
@@ -84,7 +85,7 @@ def _cuts(groups: tuple[BlockGroup, ...], children: Mapping[str, int]) -> dict[s
 
 def _align(
     first: Lowered, second: Lowered, groups: tuple[BlockGroup, ...], cuts: Cuts, batches: tuple[int, int]
-) -> tuple[Operator, ...]:
+) -> Marked:
     """The first trace's operators, with the literals marked that are in proportion to the batch in the second."""
     stands_for = _stand_ins(groups, cuts)
     kept = [operator for operator in first.operators if operator.id not in stands_for]
@@ -95,10 +96,15 @@ def _align(
     comparison = _Comparison(first, second, groups, batches)
     marked = {ours.id: comparison.mark(ours, twin) for ours, twin in zip(kept, second.operators, strict=True)}
     comparison.check_ends()
+    dims = comparison.batch_dims
     for operator in first.operators:
         if operator.id in stands_for:
-            marked[operator.id] = _with_marks(operator, marked[stands_for[operator.id]])
-    return tuple(marked[operator.id] for operator in first.operators)
+            kept_one = marked[stands_for[operator.id]]
+            marked[operator.id] = _with_marks(operator, kept_one)
+            dims.update(
+                (ours, dims[theirs]) for ours, theirs in zip(operator.outputs, kept_one.outputs, strict=True) if ours
+            )
+    return Marked(tuple(marked[operator.id] for operator in first.operators), dims)
 
 
 def _stand_ins(groups: tuple[BlockGroup, ...], cuts: Cuts) -> dict[str, str]:
@@ -125,6 +131,7 @@ class _Comparison:
         self.first, self.second = first, second
         self.batch, self.other = batches
         self.twin: dict[str, str] = {}
+        self.batch_dims: dict[str, tuple[int, ...]] = {}
         self.place: dict[str, tuple[str, int, int]] = {}
         outputs = {operator.id: operator.outputs for operator in first.operators}
         for group in groups:
@@ -187,6 +194,9 @@ class _Comparison:
             raise _Differs(
                 f"{ours} has the shape {list(one.shape)} at a batch of {self.batch}, {list(two.shape)} at {self.other}"
             )
+        self.batch_dims[ours] = tuple(
+            dim for dim, (x, y) in enumerate(zip(one.shape, two.shape, strict=True)) if x != y
+        )
 
 
 def _with_marks(operator: Operator, kept: Operator) -> Operator:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autopar.graph import Input, OpGraph
+from autopar.graph import Input, OpGraph, Value
 from autopar.tracing.batch import mark_batch
 from autopar.tracing.blocks import find_blocks
 from autopar.tracing.capture import Capture, Cuts, LossFunction, capture
@@ -86,16 +86,20 @@ def trace(
         captured, lowered = run(batch_size, {})
         order, groups = find_blocks(lowered)
         operators = {operator.id: operator for operator in lowered.operators}
+        following: Mapping[str, tuple[int, ...]] = {}
         if any(dim is not None for dim in dims.values()):
             marked = mark_batch(lowered, groups, batch_size, _containers(model), lambda b, cuts: run(b, cuts)[1])
             operators = {operator.id: operator for operator in marked.operators}
+            following = marked.batch_dims
             if marked.reason is not None:
                 warnings.append(f"the batch of {batch_size} is not split, since no other size works: {marked.reason}")
                 dims = dict.fromkeys(dims)
+    inputs = tuple(Input(*place, dims[place[1]]) for place in lowered.inputs)
+    following = {**following, **{x.value: (x.batch_dim,) for x in inputs if x.batch_dim is not None}}
     graph = OpGraph(
         model=type(model).__name__,
-        values=lowered.values,
-        inputs=tuple(Input(*place, dims[place[1]]) for place in lowered.inputs),
+        values={name: _following(value, following.get(name, ())) for name, value in lowered.values.items()},
+        inputs=inputs,
         parameters=tuple(lowered.parameters),
         buffers=tuple(lowered.buffers),
         constants=tuple(lowered.constants),
@@ -108,6 +112,10 @@ def trace(
         training=model.training,
     )
     return Traced(graph, lowered.tensors, example, captured.output_leaves, captured.output_structure)
+
+
+def _following(value: Value, batch_dims: tuple[int, ...]) -> Value:
+    return replace(value, batch_dims=batch_dims) if batch_dims else value
 
 
 def _resized(shape: Sequence[int], dim: int | None, batch: int) -> list[int]:

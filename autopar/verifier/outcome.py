@@ -106,17 +106,20 @@ def measures(
     yield _worst("outputs", outputs, tolerance)
     largest = max((_size(gradient) for gradient in expected.gradients.values()), default=0.0)
     gradients = {
-        name: _piecewise([result.gradients[name] for result in results], whole, max(_size(whole), largest))
+        name: _piecewise([result.gradients.get(name, []) for result in results], whole, max(_size(whole), largest))
         for name, whole in expected.gradients.items()
     }
     yield _worst("gradients", gradients, tolerance)
     parameters = {
-        name: _piecewise([result.parameters[name] for result in results], whole, whole.abs().clamp(min=learning_rate))
+        name: _piecewise([result.parameters.get(name, []) for result in results], whole, whole.abs().clamp(min=learning_rate))
         for name, whole in expected.parameters.items()
     }
     yield _worst("parameters", parameters, PARAMETER_TOLERANCE)
     buffers = {
-        name: max(_error(result.buffers[name], whole, _size(whole)) for result in results)
+        name: max(
+            (_error(result.buffers[name], whole, _size(whole)) for result in results if name in result.buffers),
+            default=float("inf"),
+        )
         for name, whole in expected.buffers.items()
     }
     if buffers:
@@ -155,7 +158,10 @@ def _error(found: Tensor, whole: Tensor, scale: float | Tensor) -> float:
 
 
 def _piecewise(ranks: Sequence[list[PieceOf]], whole: Tensor, scale: float | Tensor) -> float:
-    """The largest error of any rank's pieces; infinite when they do not make up the whole tensor."""
+    """The largest error of any rank's pieces; infinite when they do not make up the whole tensor.
+
+    Ranks of other pipeline stages have none.
+    """
     covered = torch.zeros(whole.shape, dtype=torch.bool)
     error = 0.0
     for pieces in ranks:

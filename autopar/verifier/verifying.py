@@ -7,7 +7,7 @@ rank, piece by piece where each piece lies.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from autopar.tracing.capture import find_loss
 from autopar.tracing.examples import named_leaves
 from autopar.verifier.double import InDouble, default_dtype, in_double, wide_type
 from autopar.verifier.outcome import Expected, Verification, adamw_epsilon, differences, measures
-from autopar.verifier.trial import Trial, run_in_processes, run_in_threads
+from autopar.verifier.trial import Trial, TrialResult, run_in_processes, run_in_threads
 
 
 def verify(
@@ -51,8 +51,8 @@ def verify(
 
     ``example_inputs``, ``batch_dims``, ``loss_fn``: as given to :func:`autopar.plan`; the inputs must have values.
     The ranks are threads of this process, or with ``processes`` processes of their own over gloo. A model on meta is
-    given random values from ``seed``. ``count_collectives`` also compares what the first rank sends, kind by kind and
-    byte by byte, with what the plan says. The model is left as it is.
+    given random values from ``seed``. ``count_collectives`` also compares what the first rank (of each pipeline rank)
+    sends, kind by kind and byte by byte, with what the plan says. The model is left as it is.
 
     Errors are relative: to the largest gradient of the model, to the loss, to the largest value of an output or
     buffer (all within ``tolerance``), and for a parameter after a step of AdamW to the larger of itself and
@@ -86,11 +86,28 @@ def verify(
         results = run(trial, plan.num_devices, timeout_seconds)
     return Verification(
         model=graph.model,
-        mesh=str(plan.stages[0].mesh),
+        mesh=_described(plan),
         measures=tuple(measures(expected, results, tolerance, learning_rate)),
         collectives=results[0].sent,
-        differences=differences(results[0].sent, totals(ledger(plan, graph))) if count_collectives else None,
+        differences=tuple(_differences(plan, graph, results)) if count_collectives else None,
     )
+
+
+def _described(plan: Plan) -> str:
+    """Stages, mesh and micro-batches in words."""
+    stages = f"{len(plan.stages)} stages ({plan.schedule}) x " if len(plan.stages) > 1 else ""
+    loop = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
+    return f"{stages}{plan.stages[0].mesh}{loop}"
+
+
+def _differences(plan: Plan, graph: OpGraph, results: Sequence[TrialResult]) -> Iterator[str]:
+    """Where what the first device of each pipeline rank has sent is not what the plan says."""
+    size = plan.stages[0].mesh.num_devices
+    num_places = plan.num_devices // size
+    order = plan.rank_order or tuple(range(plan.num_devices))
+    for place in range(num_places):
+        found = differences(results[order[place * size]].sent, totals(ledger(plan, graph, pipeline_rank=place)))
+        yield from (f"pipeline rank {place}: {line}" if num_places > 1 else line for line in found)
 
 
 def _check(traced: Traced, plan: Plan) -> None:

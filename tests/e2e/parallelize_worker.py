@@ -14,7 +14,7 @@ from torch import nn
 
 import autopar
 from autopar.parallel import Parallel, parallelize
-from autopar.runtime import checkpoint
+from autopar.runtime import saving
 from tests.support import models
 
 BATCH = 6
@@ -67,7 +67,7 @@ def states_of(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str,
     found = parallel.full_state_dict(all_ranks=True)
     for name, slot in parallel.engine.slots.items():
         for key, value in optimizer.state[slot.storage].items():
-            whole = value if not value.dim() else checkpoint.whole_tensor(slot, parallel.engine.mesh, value)
+            whole = value if not value.dim() else saving.whole_tensor(slot, parallel.engine.mesh, value)
             found[f"{name}:{key}"] = whole.clone()
     return found
 

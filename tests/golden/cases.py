@@ -16,6 +16,7 @@ from autopar.planner import plan_graph
 from autopar.tracing import trace
 from cost_models import Cluster
 from tests.support.models import cross_entropy, gpt2, mlp
+from tests.support.pipelines import pipeline_plan
 from tests.support.plans import data_parallel_plan, make_plan
 from tests.support.shapes import shape
 
@@ -44,6 +45,15 @@ def gpt2_data_and_tensor() -> str:
     return generate(plan_graph(graph, cluster, PlanOptions(parallelism=Parallelism(data=2, tensor=2), mesh_shape=(2, 2))), graph)
 
 
+def gpt2_two_stages() -> str:
+    """A pipeline of two stages on data x tensor: micro-batches, runs computed again in one stage, whole blocks in the other."""
+    torch.manual_seed(0)
+    model, batch = gpt2(8, layers=4)
+    graph = trace(model, batch).graph
+    cuts = ("transformer.h.2.ln_1:layer_norm",)
+    return generate(pipeline_plan(graph, cuts, (2, 2), "1f1b", 4, ("selective", "full")), graph)
+
+
 CASES: dict[str, Callable[[], str]] = {
-    case.__name__: case for case in (mlp_data_parallel, collecting_replicated, gpt2_data_and_tensor)
+    case.__name__: case for case in (mlp_data_parallel, collecting_replicated, gpt2_data_and_tensor, gpt2_two_stages)
 }

@@ -150,4 +150,51 @@ def moe(batch: int, layers: int = 3) -> tuple[nn.Module, dict[str, torch.Tensor]
     return MoE(layers), {"ids": ids, "labels": ids}
 
 
-ZOO = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "t5": t5, "resnet": resnet, "mlp": mlp, "moe": moe}
+class ConvBlock(nn.Module):
+    """Two convolutions with a norm over groups of channels."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inner, outer, 3, padding=1)
+        self.norm = nn.GroupNorm(2, outer)
+        self.second = nn.Conv2d(outer, outer, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(nn.functional.silu(self.norm(self.first(x)))).relu()
+
+
+class UNet(nn.Module):
+    """Down and up again; what each level down makes is joined on the way up: values that skip many blocks."""
+
+    def __init__(self, widths: tuple[int, ...] = (8, 12, 16)) -> None:
+        super().__init__()
+        before = (3, *widths[:-1])
+        self.down = nn.ModuleList(ConvBlock(inner, outer) for inner, outer in zip(before, widths, strict=True))
+        self.middle = ConvBlock(widths[-1], widths[-1])
+        after = widths[::-1]
+        below = (widths[-1], *after[:-1])
+        self.up = nn.ModuleList(ConvBlock(inner + outer, outer) for inner, outer in zip(below, after, strict=True))
+        self.head = nn.Conv2d(widths[0], 2, 1)
+
+    def forward(self, image: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, skips = image, []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = nn.functional.avg_pool2d(x, 2)
+        x = self.middle(x)
+        for block in self.up:
+            x = x.repeat_interleave(2, -1).repeat_interleave(2, -2)
+            x = block(torch.cat([x, skips.pop()], 1))
+        out = self.head(x)
+        return {"loss": nn.functional.mse_loss(out, target), "out": out}
+
+
+def unet(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return UNet(), {"image": torch.randn(batch, 3, 16, 16), "target": torch.randn(batch, 2, 16, 16)}
+
+
+ZOO = {
+    "gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "t5": t5, "resnet": resnet, "mlp": mlp, "moe": moe,
+    "unet": unet,
+}  # fmt: skip

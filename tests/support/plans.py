@@ -44,7 +44,7 @@ def make_plan(
         shared={**groups, **(shared or {})},
         variants={group.name: (0,) * len(group.blocks) for group in graph.block_groups},
     )
-    return Plan(graph.model, mesh.num_devices, graph.fingerprint, "by hand", {}, (stage,))
+    return Plan(graph.model, mesh.num_devices, graph.fingerprint, "by hand", {}, (stage,), batch_size=graph.batch_size)
 
 
 def data_parallel_plan(graph: OpGraph, mesh: Mesh, zero: int = 0) -> Plan:

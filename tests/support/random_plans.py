@@ -18,7 +18,7 @@ def random_plan(graph: OpGraph, mesh: Mesh, seed: int) -> Plan:
     for attempt in range(100):
         stage = _Draw(graph, mesh, random.Random(f"{seed}/{attempt}")).stage()
         if stage is not None:
-            return Plan(graph.model, mesh.num_devices, graph.fingerprint, "random", {}, (stage,))
+            return Plan(graph.model, mesh.num_devices, graph.fingerprint, "random", {}, (stage,), batch_size=graph.batch_size)
     raise AssertionError("no plan drawn: the members of a sharing group found no common layout")
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from autopar.runtime import Mesh, ProgramError, buffer, checkpoint, parameter
+from autopar.runtime import Mesh, ProgramError, buffer, parameter, saving
 from autopar.runtime.layouts import take_share
 from autopar.simulation import run_ranks
 
@@ -69,7 +69,7 @@ class Rank:
             buffer(self.mesh, "steps", (), torch.int64),
             buffer(self.mesh, "table", (6,), torch.float64, persistent=False),
         ]
-        self.slots: list[checkpoint.Slot] = [*self.parameters, *self.buffers]
+        self.slots: list[saving.Slot] = [*self.parameters, *self.buffers]
         for slot in self.slots:
             slot.allocate(torch.device("cpu"))
             slot.fill(lambda name=slot.name: whole[name])  # type: ignore[misc]
@@ -82,11 +82,11 @@ class Rank:
 
     def whole_states(self) -> States:
         """Everything that a checkpoint holds, whole."""
-        found = checkpoint.full_state_dict(self.slots, self.mesh, all_ranks=True)
+        found = saving.full_state_dict(self.slots, self.mesh, all_ranks=True)
         for slot in self.parameters:
             for key, value in self.optimizer.state.get(slot.storage, {}).items():
                 is_like_parameter = value.shape == slot.shape and key != "step"
-                whole = checkpoint.whole_tensor(slot, self.mesh, value) if is_like_parameter else value
+                whole = saving.whole_tensor(slot, self.mesh, value) if is_like_parameter else value
                 found[f"{slot.name}:{key}"] = whole.clone()
         return found
 
@@ -111,7 +111,7 @@ def save(folder: Path, plan: str, make_optimizer: Callable[..., torch.optim.Opti
     def run(rank: int) -> States:
         here = Rank(plan, values(), make_optimizer)
         here.step(values(seed=1))
-        checkpoint.save(folder, here.slots, here.mesh, here.optimizer)
+        saving.save(folder, here.slots, here.mesh, here.optimizer)
         return here.whole_states()
 
     return on_ranks(plan, run)[0]  # type: ignore[no-any-return]
@@ -122,7 +122,7 @@ def load(folder: Path, plan: str, make_optimizer: Callable[..., torch.optim.Opti
 
     def run(rank: int) -> States:
         here = Rank(plan, values(seed=2), lambda parameters: make_optimizer(parameters, lr=7.0))
-        checkpoint.load(folder, here.slots, here.mesh, here.optimizer)
+        saving.load(folder, here.slots, here.mesh, here.optimizer)
         assert here.optimizer.param_groups[0]["lr"] == 0.1
         return here.whole_states()
 
@@ -172,7 +172,7 @@ def test_states_the_optimizer_has_already_are_filled_in_place(tmp_path: Path) ->
         here = Rank("three ranks", values(seed=2), adamw)
         here.step(values(seed=3))
         before = here.optimizer.state[here.parameters[0].storage]["exp_avg"]
-        checkpoint.load(tmp_path, here.slots, here.mesh, here.optimizer)
+        saving.load(tmp_path, here.slots, here.mesh, here.optimizer)
         assert here.optimizer.state[here.parameters[0].storage]["exp_avg"] is before
         assert_same(here.whole_states(), saved)
 
@@ -189,7 +189,7 @@ def test_training_goes_on_as_without_a_break(tmp_path: Path) -> None:
 
     def run(rank: int) -> States:
         here = Rank("three ranks", values(seed=2), adamw)
-        checkpoint.load(tmp_path, here.slots, here.mesh, here.optimizer)
+        saving.load(tmp_path, here.slots, here.mesh, here.optimizer)
         here.step(values(seed=4))
         return here.whole_states()
 
@@ -204,7 +204,7 @@ def test_what_many_ranks_have_is_written_once(tmp_path: Path) -> None:
         slot = parameter(mesh, "big", (256, 256), torch.float32, "G")
         slot.allocate(torch.device("cpu"))
         slot.fill(lambda: torch.ones(256, 256))
-        checkpoint.save(tmp_path, [slot], mesh)
+        saving.save(tmp_path, [slot], mesh)
 
     run_ranks(4, run)
     written = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
@@ -218,10 +218,10 @@ def test_zero_copies_follow_what_is_loaded(tmp_path: Path) -> None:
         slot = parameter(mesh, "w", (5, 3), torch.float32, "G", store="S0", zero=1)
         slot.allocate(torch.device("cpu"))
         slot.fill(lambda: torch.arange(15.0).view(5, 3))
-        checkpoint.save(tmp_path, [slot], mesh)
+        saving.save(tmp_path, [slot], mesh)
         slot.fill(lambda: torch.zeros(5, 3))
         slot.refresh()
-        checkpoint.load(tmp_path, [slot], mesh)
+        saving.load(tmp_path, [slot], mesh)
         slot.refresh()
         assert torch.equal(slot(), torch.arange(15.0).view(5, 3))
 
@@ -235,9 +235,9 @@ def test_state_dict_is_for_dcp(tmp_path: Path) -> None:
 
     def run(rank: int) -> None:
         here = Rank("four ranks", whole, adamw)
-        dcp.save({"model": checkpoint.state_dict(here.slots), "epoch": 3}, checkpoint_id=tmp_path)
+        dcp.save({"model": saving.state_dict(here.slots), "epoch": 3}, checkpoint_id=tmp_path)
         other = Rank("unequal segments", values(seed=1), adamw)
-        content = {"model": checkpoint.state_dict(other.slots), "epoch": 0}
+        content = {"model": saving.state_dict(other.slots), "epoch": 0}
         dcp.load(content, checkpoint_id=tmp_path)
         assert content["epoch"] == 3
         assert_same(other.whole_states(), here.whole_states())
@@ -250,7 +250,7 @@ def test_state_dict_is_for_dcp(tmp_path: Path) -> None:
 
 def test_pieces_are_for_dcp_only() -> None:
     here = Rank("no axes", values(), adamw)
-    piece = checkpoint.state_dict(here.slots)["cube"]
+    piece = saving.state_dict(here.slots)["cube"]
     assert tuple(piece.shape) == SHAPES["cube"] and "Piece" in repr(piece)
     with pytest.raises(ProgramError, match=r"for torch\.distributed\.checkpoint only"):
         piece + 1
@@ -266,7 +266,7 @@ def test_loads_what_dcp_saved_of_a_plain_model(tmp_path: Path) -> None:
 
     def run(rank: int) -> None:
         here = Rank("four ranks", values(seed=1), adamw)
-        checkpoint.load(tmp_path, here.slots, here.mesh)
+        saving.load(tmp_path, here.slots, here.mesh)
         found = here.whole_states()
         assert torch.equal(found["embed.weight"], whole["embed.weight"])
         assert torch.equal(found["attention.qkv"], whole["attention.qkv"])
@@ -277,7 +277,7 @@ def test_loads_what_dcp_saved_of_a_plain_model(tmp_path: Path) -> None:
 def test_full_state_dict_is_the_first_ranks() -> None:
     def run(rank: int) -> States:
         here = Rank("four ranks", values(), adamw)
-        return checkpoint.full_state_dict(here.slots, here.mesh)
+        return saving.full_state_dict(here.slots, here.mesh)
 
     first, *others = run_ranks(4, run)
     assert set(first) == {*SHAPES, "head.weight", "steps"}
@@ -289,7 +289,7 @@ def test_gathering_a_state_dict_is_not_in_the_ledger() -> None:
     def run(rank: int) -> None:
         here = Rank("four ranks", values(), adamw)
         here.mesh.keep_ledger(True)
-        checkpoint.full_state_dict(here.slots, here.mesh)
+        saving.full_state_dict(here.slots, here.mesh)
         assert here.mesh.ledger is not None and not here.mesh.ledger.entries
 
     run_ranks(4, run)
@@ -302,10 +302,10 @@ def test_saving_again_replaces_the_checkpoint_only(tmp_path: Path) -> None:
     save(tmp_path, "four ranks")
     (tmp_path / "plan.json").write_text("{}")
     here = Rank("no axes", values(seed=5), adamw)
-    checkpoint.save(tmp_path, here.slots, here.mesh)
+    saving.save(tmp_path, here.slots, here.mesh)
     assert sorted(os.listdir(tmp_path)) == [".metadata", "__0_0.distcp", "plan.json"]  # noqa: PTH208
     other = Rank("no axes", values(), adamw)
-    checkpoint.load(tmp_path, other.slots, other.mesh)
+    saving.load(tmp_path, other.slots, other.mesh)
     assert torch.equal(other.whole_states()["cube"], here.whole_states()["cube"])
 
 
@@ -315,7 +315,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch
     def run(rank: int) -> None:
         here = Rank("two ranks", values(seed=5), adamw)
         with pytest.raises(ProgramError, match=r"cannot be written to .*disk is full"):
-            checkpoint.save(tmp_path, here.slots, here.mesh, here.optimizer)
+            saving.save(tmp_path, here.slots, here.mesh, here.optimizer)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("the disk is full")
@@ -329,7 +329,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch
 
 def load_error(folder: Path, here: Rank, optimizer: torch.optim.Optimizer | None = None) -> str:
     with pytest.raises(ProgramError) as caught:
-        checkpoint.load(folder, here.slots, here.mesh, optimizer)
+        saving.load(folder, here.slots, here.mesh, optimizer)
     return str(caught.value)
 
 
@@ -341,12 +341,12 @@ def test_errors_say_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"no pickle")
     assert "is damaged" in load_error(tmp_path, here)
     with pytest.raises(ProgramError, match="is a file"):
-        checkpoint.save(tmp_path / "__0_0.distcp", here.slots, here.mesh)
+        saving.save(tmp_path / "__0_0.distcp", here.slots, here.mesh)
 
 
 def test_errors_say_what_does_not_fit(tmp_path: Path) -> None:
     here = Rank("no axes", values(), adamw)
-    checkpoint.save(tmp_path, here.slots, here.mesh)
+    saving.save(tmp_path, here.slots, here.mesh)
     assert "has no optimizer states: load it without optimizer=" in load_error(tmp_path, here, here.optimizer)
     other = parameter(here.mesh, "cube", (4, 3, 6), torch.float32, "")
     extra = parameter(here.mesh, "extra", (2,), torch.float32, "")
@@ -361,7 +361,7 @@ def test_errors_say_what_does_not_fit(tmp_path: Path) -> None:
 def test_an_error_of_one_rank_is_everyones(tmp_path: Path) -> None:
     def run(rank: int) -> str:
         here = Rank("two ranks", values(), adamw)
-        checkpoint.save(tmp_path, here.slots, here.mesh)
+        saving.save(tmp_path, here.slots, here.mesh)
         return load_error(tmp_path if rank == 0 else tmp_path / "elsewhere", here)
 
     first, second = run_ranks(2, run)
@@ -372,14 +372,14 @@ def test_a_foreign_optimizer_is_refused(tmp_path: Path) -> None:
     here = Rank("no axes", values(), adamw)
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(ProgramError, match=r"build it on parallel\.parameters\(\)"):
-        checkpoint.save(tmp_path, here.slots, here.mesh, foreign)
+        saving.save(tmp_path, here.slots, here.mesh, foreign)
 
 
 def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
     here = Rank("no axes", values(), adamw)
     here.optimizer.state[here.parameters[0].storage]["row"] = torch.ones(6)
     with pytest.raises(ProgramError, match=r"state 'row' of attention\.qkv has the shape \(6,\)"):
-        checkpoint.save(tmp_path, here.slots, here.mesh, here.optimizer)
+        saving.save(tmp_path, here.slots, here.mesh, here.optimizer)
 
 
 def test_options_follow_groups(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_options_follow_groups(tmp_path: Path) -> None:
     parameters = [slot.storage for slot in here.parameters]
     groups = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:], "weight_decay": 0.25}]
     saved = torch.optim.AdamW(groups, lr=0.1)
-    checkpoint.save(tmp_path, here.slots, here.mesh, saved)
+    saving.save(tmp_path, here.slots, here.mesh, saved)
     fresh = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=9.0)
-    checkpoint.load(tmp_path, here.slots, here.mesh, fresh)
+    saving.load(tmp_path, here.slots, here.mesh, fresh)
     assert [(group["lr"], group["weight_decay"]) for group in fresh.param_groups] == [(0.5, 0.01), (0.1, 0.25)]

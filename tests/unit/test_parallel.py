@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import InputError, PlanFileError
+from autopar.errors import AutoparError, InputError, PlanFileError, ProgramError
 from autopar.mesh import Mesh
 from autopar.options import Parallelism
 from autopar.parallel import Parallel, parallelize
+from autopar.runtime import ProgramError as RuntimeProgramError
 from autopar.tracing import trace
 from cost_models import Cluster
 from tests.support import models
@@ -68,6 +69,32 @@ def test_a_batch_in_a_dict_is_taken_apart() -> None:
     by_name, as_one = parallel.step(**inputs), parallel.step(inputs)
     assert torch.equal(by_name, as_one)
     torch.testing.assert_close(by_name, models.cross_entropy(model(inputs["x"]), inputs).detach())
+
+
+def test_what_only_the_loss_reads_may_be_left_out_when_evaluating() -> None:
+    model, inputs = models.mlp(4)
+    parallel = alone(model, inputs, loss_fn=models.cross_entropy)
+    for batch in (4, 6):
+        x = torch.randn(batch, 12)
+        torch.testing.assert_close(parallel(x=x), model(x).detach())
+    with pytest.raises(InputError, match="missing inputs: target"):
+        parallel.step(x=inputs["x"])
+    with pytest.raises(InputError, match="missing inputs: x"):
+        parallel(target=inputs["target"])
+    model, inputs = models.gpt2(2)  # here the labels lead to what the model itself returns
+    with pytest.raises(InputError, match="missing inputs: labels"):
+        alone(model, inputs)(input_ids=inputs["input_ids"])
+
+
+def test_errors_of_the_runtime_are_ours(tmp_path: Path) -> None:
+    model, inputs = models.mlp(4)
+    parallel = alone(model, inputs, loss_fn=models.cross_entropy)
+    wrong = {"x": inputs["x"].double(), "target": inputs["target"]}
+    for attempt in (lambda: parallel.step(**wrong), lambda: parallel(**wrong), lambda: parallel.load(tmp_path)):
+        with pytest.raises(AutoparError) as caught:
+            attempt()
+        assert isinstance(caught.value, ProgramError) and isinstance(caught.value, RuntimeProgramError)
+        assert type(caught.value.__cause__) is RuntimeProgramError
 
 
 def test_wrong_inputs() -> None:

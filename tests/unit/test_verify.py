@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from autopar.verifier.outcome import Expected, measures
 from autopar.verifier.trial import TrialResult
 from cost_models import Cluster
 from tests.support import models
+from tests.support.pipelines import even_cuts, pipeline_plan
 from tests.support.plans import make_plan
 
 LOSS = {"mlp": models.cross_entropy}
@@ -59,6 +61,52 @@ def test_programs_are_equal_to_their_models(name: str, num_devices: int, degrees
     if name == "resnet":
         assert found.measures[4].kind == "buffers" and found.measures[4].num_tensors == len(list(model.buffers()))
     assert f"{plan.model} on {plan.stages[0].mesh}: equal" in str(found)
+
+
+PIPELINES: list[tuple[str, int, str, tuple[int, ...], dict[str, Any]]] = [
+    ("gpt2", 2, "1f1b", (2,), {"recompute": "selective"}),
+    ("t5", 4, "zbv", (1,), {}),
+    ("llama", 2, "gpipe", (1, 2), {"recompute": "full", "parallelism": Parallelism(zero=3), "rank_order": (2, 1, 0, 3)}),
+    ("mlp", 1, "single", (2,), {"parallelism": Parallelism(zero=2)}),
+]
+
+
+@pytest.mark.parametrize(("name", "num_stages", "schedule", "mesh", "options"), PIPELINES)
+def test_stages_and_micro_batches(
+    name: str, num_stages: int, schedule: str, mesh: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = models.ZOO[name](10)
+    graph = trace(model, inputs, loss_fn=LOSS.get(name)).graph
+    cuts = even_cuts(graph, num_stages) if num_stages > 1 else ()
+    plan = pipeline_plan(graph, cuts, mesh, schedule, 4, **options)
+    found = verify(model, plan, inputs, loss_fn=LOSS.get(name), count_collectives=True)
+    assert found.require() is found
+    assert found.differences == ()
+    assert found.measures[2].num_tensors == len(list(model.parameters()))
+    assert found.mesh.endswith("4 micro-batches") and (schedule in found.mesh) == (num_stages > 1)
+
+
+def test_what_only_one_pipeline_rank_does_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, inputs = models.gpt2(8)
+    graph = trace(model, inputs).graph
+    plan = pipeline_plan(graph, even_cuts(graph, 2), (1,), "1f1b", 4)
+    pooled = verifying.generate
+
+    def count_of_one_micro_batch(plan: Plan, graph: Any) -> str:
+        source = pooled(plan, graph)
+        assert 'mesh.count("' in source
+        return re.sub(r"mesh\.count\(", "0.25 * mesh.count(", source)
+
+    monkeypatch.setattr(verifying, "generate", count_of_one_micro_batch)
+    found = verify(model, plan, inputs)
+    assert not found.passed and errors(found)["loss"] > 1
+    monkeypatch.setattr(verifying, "ledger", lambda plan, graph, pipeline_rank: [])
+    monkeypatch.setattr(verifying, "generate", pooled)
+    counted = verify(model, plan, inputs, count_collectives=True)
+    assert counted.differences is not None
+    assert {line.split(":")[0] for line in counted.differences} == {"pipeline rank 0", "pipeline rank 1"}
 
 
 def test_replicated_plan_without_a_planner() -> None:

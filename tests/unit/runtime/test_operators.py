@@ -113,6 +113,51 @@ def test_cross_entropy(reduction: str, weighted: bool, smoothing: float) -> None
     run_ranks(6, ranks)
 
 
+@pytest.mark.parametrize(("weighted", "smoothing"), [(False, 0.0), (False, 0.2), (True, 0.0), (True, 0.2)])
+def test_cross_entropy_over_a_count(weighted: bool, smoothing: float) -> None:
+    """Micro-batches of unlike sizes and numbers of valid labels, one without any, on split rows and classes."""
+    torch.manual_seed(4)
+    logits, labels = torch.randn(9, 11, dtype=torch.float64), torch.randint(11, (9,))
+    labels[:4] = -100  # all of the first micro-batch, and one row of the second
+    weight = torch.rand(11, dtype=torch.float64) if weighted else None
+    whole = logits.clone().requires_grad_()
+    wanted = F.cross_entropy(whole, labels, weight, label_smoothing=smoothing)
+    wanted.backward()
+    count = (labels != -100).sum() if weight is None else weight[labels[4:]].sum()
+    assert whole.grad is not None
+    whole_gradient = whole.grad
+
+    def ranks(rank: int) -> None:
+        mesh = Mesh(data=2, tensor=2)
+        mesh.bind()
+        mesh.keep_ledger(True)
+        vocab = Split(11, (mesh.tensor, None))
+        for split in (None, vocab):
+            total = torch.zeros((), dtype=torch.float64)
+            for some, them, theirs in zip(*(x.split([3, 4, 2]) for x in (logits, labels, whole_gradient)), strict=True):
+                rows = Split(len(them), (mesh.data, None))
+                mine, gradient = rows.take(some, 0), rows.take(theirs, 0)
+                mine = (mine if split is None else split.take(mine, 1)).clone().requires_grad_()
+                own = rows.take(them, 0)
+                loss = cross_entropy(mine, own, weight, label_smoothing=smoothing, vocab=split, count=count)
+                loss.backward()
+                close(mine.grad, gradient if split is None else split.take(gradient, 1))
+                total = total + loss.detach()
+            close(reduce_from(total, mesh.data), wanted.detach())
+        assert mesh.ledger is not None
+        assert mesh.ledger.totals()["all_reduce", "data"] == 2 * 8  # the count itself is not exchanged again
+
+    run_ranks(4, ranks)
+
+
+def test_cross_entropy_sums_half_precision_in_float32() -> None:
+    logits = torch.zeros(40000, 8, dtype=torch.float16).requires_grad_()  # 40000 times 2.08 is no float16
+    labels = torch.zeros(40000, dtype=torch.int64)
+    loss = cross_entropy(logits, labels, count=torch.tensor(80000))
+    assert loss.dtype == torch.float16
+    torch.testing.assert_close(loss.float(), torch.tensor(8.0).log() / 2, rtol=1e-3, atol=0.0)
+
+
 def test_cross_entropy_low_precision_and_more_ranks_than_classes() -> None:
     torch.manual_seed(2)
     logits, labels = torch.randn(6, 5, dtype=torch.bfloat16), torch.randint(5, (6,))

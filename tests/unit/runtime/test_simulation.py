@@ -74,3 +74,72 @@ def test_threads_and_autograd_are_as_before() -> None:
     before = torch.get_num_threads(), torch.autograd.is_multithreading_enabled()
     run_ranks(2, lambda rank: None)
     assert before == (torch.get_num_threads(), torch.autograd.is_multithreading_enabled())
+
+
+def test_messages_from_rank_to_rank() -> None:
+    """torch's own send, recv, isend, irecv and batch_isend_irecv: in order, by tag, several at a time."""
+
+    def ranks(rank: int) -> list[float]:
+        after, before = (rank + 1) % 3, (rank - 1) % 3
+        sent = [torch.full((2,), 10.0 * rank + number) for number in range(4)]
+        found = [torch.zeros(2) for _ in sent]
+        works = [dist.irecv(found[0], before), dist.irecv(found[1], before)]
+        dist.isend(sent[0], after)
+        dist.isend(sent[1], after)
+        sent[0].fill_(-1.0)  # a message is what it was when it was sent
+        works += dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, found[2], before, tag=7), dist.P2POp(dist.isend, sent[2], after, tag=7)]
+        )
+        for work in reversed(works):
+            work.wait()
+        if rank == 0:
+            dist.send(sent[3], after)
+        dist.recv(found[3], before)
+        if rank != 0:
+            dist.send(sent[3], after)
+        return [float(message[1]) for message in found]
+
+    found = run_ranks(3, ranks)
+    assert found == [[10.0 * before + number for number in range(4)] for before in (2, 0, 1)]
+
+
+def test_messages_in_groups_do_not_mix() -> None:
+    def ranks(rank: int) -> float:
+        mesh = Mesh(data=2, tensor=2)
+        mesh.bind()
+        found = []
+        for axis in mesh.axes:
+            message = torch.zeros(())
+            work = dist.irecv(message, group=axis.group, group_src=1 - axis.place)
+            dist.isend(torch.tensor(float(rank)), group=axis.group, group_dst=1 - axis.place)
+            work.wait()
+            found.append(float(message))
+        return found[0] * 10 + found[1]
+
+    assert run_ranks(4, ranks) == [21.0, 30.0, 3.0, 12.0]
+
+
+def test_a_message_that_never_comes() -> None:
+    def failing(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("broken")
+        dist.recv(torch.zeros(2), 1)
+
+    with pytest.raises(ValueError, match="broken"):
+        run_ranks(2, failing)
+
+    def waiting(rank: int) -> None:
+        if rank == 0:
+            dist.recv(torch.zeros(2), 1)
+
+    with pytest.raises(SimulationError, match=r"\[0\] of 2"):
+        run_ranks(2, waiting, timeout_seconds=1.0)
+
+    def differing(rank: int) -> None:
+        if rank == 0:
+            dist.recv(torch.zeros(2), 1)
+        else:
+            dist.send(torch.zeros(3), 0)
+
+    with pytest.raises(SimulationError, match=r"a message of \(3,\).*received as \(2,\)"):
+        run_ranks(2, differing)

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from autopar.runtime import collectives
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.layouts import Word, changes
 from autopar.runtime.mesh import Mesh
@@ -126,21 +127,45 @@ def _saved(slots: Sequence[Slot]) -> Iterator[Slot]:
             yield slot
 
 
-def full_state_dict(slots: Sequence[Slot], mesh: Mesh, *, all_ranks: bool = False) -> dict[str, Tensor]:
+def full_state_dict(
+    slots: Sequence[Slot], mesh: Mesh, *, all_ranks: bool = False, owners: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
     """Whole tensors on the CPU under all of the model's own names, as ``model.load_state_dict`` wants them.
 
     On rank 0 only, other ranks get an empty dict, unless ``all_ranks``. All ranks must call this together. One tensor
-    at a time is whole on the ranks' devices.
+    at a time is whole on the ranks' devices. With several pipeline ranks ``slots`` are those of all stages, and
+    ``owners`` says which pipeline rank gives each of them.
     """
     found: dict[str, Tensor] = {}
+    wanted = all_ranks or mesh.rank == 0
+    receives = all_ranks or mesh.position == mesh.ranks.index(0) % mesh.size
     for slot in slots:
         if isinstance(slot, BufferSlot) and not slot.persistent:
             continue
-        whole = whole_tensor(slot, mesh)
-        if all_ranks or mesh.rank == 0:
+        owner = mesh.stages.place if owners is None else owners[slot.name]
+        if owner == mesh.stages.place:
+            whole = whole_tensor(slot, mesh)
+        elif receives:
+            whole = torch.empty(slot.shape, dtype=slot.dtype, device=mesh.device)
+        else:
+            continue
+        if owners is not None and receives:
+            with _uncounted(mesh):
+                whole = collectives.broadcast_in_place(whole.contiguous(), mesh.stages, owner)
+        if wanted:
             copy = whole.detach().to("cpu", copy=True)
             found.update(dict.fromkeys((slot.name, *slot.aliases), copy))
     return found
+
+
+@contextmanager
+def _uncounted(mesh: Mesh) -> Iterator[None]:
+    """What is sent for a checkpoint is not part of a step."""
+    ledger, mesh.ledger = mesh.ledger, None
+    try:
+        yield
+    finally:
+        mesh.ledger = ledger
 
 
 @torch.no_grad()
@@ -149,12 +174,9 @@ def whole_tensor(slot: Slot, mesh: Mesh, tensor: Tensor | None = None) -> Tensor
     local = slot.local if tensor is None else local_of(tensor)
     replicated = (Word("R"),) * len(mesh.axes)
     rest = tuple(word if word.kind == "S" else Word("R") for word in slot.rest)
-    ledger, mesh.ledger = mesh.ledger, None  # what is sent for a checkpoint is not part of a step
-    try:
+    with _uncounted(mesh):
         for change in changes(rest, replicated, slot.shape, mesh):
             local = change.forward(local)
-    finally:
-        mesh.ledger = ledger
     return local
 
 
@@ -176,6 +198,8 @@ def save(folder: str | Path, slots: Sequence[Slot], mesh: Mesh, optimizer: torch
     except ProgramError as error:
         problem = str(error)
     _agree(mesh, problem)
+    if optimizer is not None and mesh.stages.size > 1:
+        content[GROUPS] = _joined_groups(content[GROUPS], mesh)
     part = folder / _PART
     _on_first_rank(mesh, lambda: _start_empty(folder, part))
     with _explained(f"the checkpoint cannot be written to {folder}", mesh):
@@ -221,6 +245,19 @@ def _optimizer_content(slots: Sequence[Slot], optimizer: torch.optim.Optimizer) 
                 content[f"{STATE}{slot.name}.{name}"] = _state_content(slot, name, value)
     content[GROUPS] = {"class": type(optimizer).__name__, "groups": groups}
     return content
+
+
+def _joined_groups(own: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """The groups of an optimizer with the parameters of all pipeline ranks, each of which has its own in it."""
+    everyone: list[Any] = [None] * mesh.num_ranks
+    dist.all_gather_object(everyone, own)
+    groups: list[dict[str, Any]] = []
+    for said in everyone:
+        for at, group in enumerate(said["groups"]):
+            if at == len(groups):
+                groups.append({**group, "params": []})
+            groups[at]["params"] += [name for name in group["params"] if name not in groups[at]["params"]]
+    return {"class": own["class"], "groups": groups}
 
 
 def _state_content(slot: ParameterSlot, name: str, value: Any) -> Any:
@@ -448,6 +485,8 @@ def _explained(what: str, mesh: Mesh) -> Iterator[None]:
         with warnings.catch_warnings():
             if not mesh.has_groups:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            # Pipeline ranks have other parameters than each other, and read those.
+            warnings.filterwarnings("ignore", message="Detected mismatched keys")
             yield
     except dcp.CheckpointException as error:
         failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))

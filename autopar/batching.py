@@ -1,0 +1,77 @@
+"""The same model at another batch size: a graph for one micro-batch, without tracing again.
+
+Enters: a traced graph, whose values say which of their dims follow the batch. Leaves: the graph as a trace at the other
+size would have it; ids stay, so that a plan for one holds for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autopar.errors import InputError
+from autopar.graph import BatchLiteral, Operator, OpGraph, Value
+
+
+def follows_batch(graph: OpGraph) -> bool:
+    """Whether the graph can be had at other batch sizes."""
+    return any(entry.batch_dim is not None for entry in graph.inputs) or any(
+        graph.values[value].batch_dims for value in graph.received
+    )
+
+
+def at_batch(graph: OpGraph, batch_size: int) -> OpGraph:
+    """The graph at another batch size (samples of all devices together).
+
+    Raises InputError for a size of less than 1, or for a graph of which only one size works.
+    """
+    if batch_size == graph.batch_size:
+        return graph
+    if batch_size < 1 or not follows_batch(graph):
+        raise InputError(f"the graph of batch {graph.batch_size} cannot be had at a batch of {batch_size}")
+    return replace(
+        graph,
+        batch_size=batch_size,
+        values={name: _value(value, graph.batch_size, batch_size) for name, value in graph.values.items()},
+        operators=tuple(_operator(operator, graph.batch_size, batch_size) for operator in graph.operators),
+        _cache={},
+    )
+
+
+def _value(value: Value, before: int, after: int) -> Value:
+    if not value.batch_dims:
+        return value
+    shape = tuple(size * after // before if dim in value.batch_dims else size for dim, size in enumerate(value.shape))
+    return replace(value, shape=shape)
+
+
+def _operator(operator: Operator, before: int, after: int) -> Operator:
+    args, kwargs = _literals(operator.args, before, after), _literals(operator.kwargs, before, after)
+    if args is operator.args and kwargs is operator.kwargs:
+        return operator
+    return replace(operator, args=args, kwargs=kwargs)
+
+
+def _literals(tree: Any, before: int, after: int) -> Any:
+    """The tree with its batch literals scaled; the same object where there are none."""
+    if isinstance(tree, BatchLiteral):
+        return BatchLiteral(tree.value * after // before)
+    if isinstance(tree, tuple):
+        items = tuple(_literals(item, before, after) for item in tree)
+        return tree if all(x is y for x, y in zip(items, tree, strict=True)) else items
+    return tree
+
+
+def micro_batch_sizes(batch_size: int, num_micro_batches: int, unit: int = 1) -> tuple[int, ...]:
+    """Samples of each micro-batch: multiples of ``unit`` that differ by one unit at most, the larger ones first.
+
+    >>> micro_batch_sizes(14, 3, 2)
+    (6, 4, 4)
+    """
+    units, rest = divmod(batch_size, unit)
+    if rest or num_micro_batches < 1 or units < num_micro_batches:
+        raise InputError(
+            f"a batch of {batch_size} cannot be cut into {num_micro_batches} micro-batches of multiples of {unit} samples"
+        )
+    each, larger = divmod(units, num_micro_batches)
+    return tuple((each + (index < larger)) * unit for index in range(num_micro_batches))

@@ -1,0 +1,92 @@
+"""What to tell when no plan fits: the smallest memory, and the smallest number of devices, that would do, and the plan.
+
+Enters: a search that found nothing. Leaves: the error. Both answers are plans that were found in full on such devices, not
+bounds; the bounds of the search say where to begin.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.errors import InfeasibleError
+from autopar.search.clock import Clock
+from autopar.search.evaluate import Evaluated
+from autopar.search.joint import JointSearch
+from cost_models import Cluster, CostModel
+from cost_models.memory import CONTEXT_BYTES
+
+MORE_MEMORY = (1.02, 1.1, 1.25, 1.5, 2.0, 4.0)  # times what the bound says is needed
+MORE_NODES = (2, 4, 8, 16, 32, 64)
+
+
+def infeasible(search: JointSearch) -> InfeasibleError:
+    """The error for a model that does not fit."""
+    cluster, options = search.cost_model.cluster, search.options
+    needed = search.least_bytes()
+    if math.isinf(needed):
+        return InfeasibleError("no plan satisfies what is forced, whatever the memory; force less")
+    available = search.cost_model.min_device_memory_bytes(options.memory_margin)
+    lean = _with_memory(search, needed)
+    more = _with_devices(search) if options.parallelism.is_free and options.mesh_shape is None else None
+    smallest = math.ceil((lean.peak_bytes if lean else needed) / 2**30 * 100) / 100
+    advice = "more of these devices alone would not do"
+    if more is not None:
+        count, plan = more
+        advice = f"{count} of these devices would do ({_describe(plan)})"
+    return InfeasibleError(
+        f"no plan fits: the leanest one{f' ({_describe(lean)})' if lean else ''} needs {smallest:.2f} GiB on each of "
+        f"{cluster.num_devices} devices, which have {available / 2**30:.2f} GiB for it (memory less the software's own and "
+        f"the margin); {smallest:.2f} GiB on each device would do; {advice}"
+    )
+
+
+def _with_memory(search: JointSearch, needed: float) -> Evaluated | None:
+    """A plan on the same cluster if its devices had little more than ``needed`` bytes."""
+    for factor in MORE_MEMORY:
+        usable = needed * factor / (1 - search.options.memory_margin)
+        cluster = search.cost_model.cluster
+        nodes = tuple(
+            replace(node, device=replace(node.device, memory_bytes=int(usable) + CONTEXT_BYTES[node.device.kind]))
+            for node in cluster.nodes
+        )
+        found = _again(search, replace(cluster, nodes=nodes)).run()
+        if found.best is not None:
+            return found.best
+    return None
+
+
+def _with_devices(search: JointSearch) -> tuple[int, Evaluated] | None:
+    """The smallest number of devices, by doubling the cluster's last node or its number, on which some plan fits."""
+    cluster = search.cost_model.cluster
+    node = cluster.nodes[-1]
+    for factor in MORE_NODES:
+        grown = (
+            replace(cluster, nodes=(replace(node, num_devices=node.num_devices * factor),))
+            if len(cluster.nodes) == 1 and node.num_devices * factor <= 8
+            else replace(cluster, nodes=cluster.nodes * factor)
+        )
+        found = _again(search, grown).run()
+        if found.best is not None:
+            return grown.num_devices, found.best
+    return None
+
+
+def _again(search: JointSearch, cluster: Cluster) -> JointSearch:
+    """The same search on another cluster, content with the first plan that fits."""
+    options = replace(search.options, max_evaluations=1, gap=0.2)
+    return JointSearch(
+        search.graph, CostModel(cluster), options, search.solve, search.meshes, search.may_split, search.say, Clock({})
+    )
+
+
+def _describe(plan: Evaluated) -> str:
+    """A plan in a few words."""
+    frame = plan.frame
+    shape = " x ".join(map(str, frame.grid.mesh_shape))
+    words = [f"mesh {shape}"] if frame.num_stages == 1 else [f"{frame.num_stages} stages of {shape}", frame.schedule]
+    words.append(f"{frame.num_micro_batches} micro-batches" if frame.num_micro_batches > 1 else "one micro-batch")
+    modes = {mode for stage in plan.stages for mode in stage.candidate.costed.setting.recompute.values()} - {"none"}
+    if modes:
+        words.append(f"recomputing {' and '.join(sorted(modes))}")
+    return ", ".join(words)

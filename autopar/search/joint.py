@@ -1,0 +1,324 @@
+"""The joint search: branch and bound over frames, cuts and styles, best bound first.
+
+    bound of a grid        one micro-batch as large as can be: no smaller one takes less for each sample
+    bound of a frame       its own prices, without regard to memory beyond what cannot fit at all
+    the same, within memory
+    evaluation             the cuts that the bound proposes, solved in full and simulated
+    enumeration            where no gap is allowed and a frame has few cuts: every one of them, in every style
+
+Each step costs more and bounds better than the one before; the frame with the least bound is taken first, until no bound is
+below the best plan found, or the work that the options allow is done. The least bound left over is the lower bound of the
+whole search: no plan of the space is faster under the cost model.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from autopar.batching import at_batch
+from autopar.costing import Costed, Prepared, build, prepare
+from autopar.costing.setting import Setting
+from autopar.graph import OpGraph
+from autopar.mesh import Mesh
+from autopar.options import PlanOptions
+from autopar.recompute import MODES
+from autopar.search.bounds import Stretches, bound_of, least_bytes
+from autopar.search.chaining import chain_of
+from autopar.search.clock import Clock
+from autopar.search.evaluate import Evaluated, Evaluator, Style
+from autopar.search.pricing import Priced
+from autopar.search.space import Frame, Grid, Meshes, frames, grids, kind_of, micro_batch_counts, tried_after
+from autopar.search.stages import Solve
+from autopar.staging import stage_graphs
+from cost_models import CostModel
+
+MAX_PRICINGS = 400
+DIVE = 16  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
+ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
+
+GRID, PRICED = range(2)  # how far the bound of a frame has come
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A frame whose bound, ``seconds``, is to be refined; the least first."""
+
+    seconds: float
+    number: int
+    step: int = field(compare=False)
+    frame: Frame = field(compare=False)
+
+
+@dataclass(order=True)
+class _Ready:
+    """A frame to be evaluated, the one that promises most first; ``seconds`` is its bound."""
+
+    estimate_seconds: float
+    number: int
+    seconds: float = field(compare=False)
+    frame: Frame = field(compare=False)
+    cuts: tuple[int, ...] = field(compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What the search found: the best plan (None where nothing fits), others that were evaluated, and the certificate.
+
+    ``looked_at``: every frame with its lower bound and what the bound's cuts are expected to take, in seconds; infinite
+    where nothing fits.
+    """
+
+    best: Evaluated | None
+    evaluated: tuple[Evaluated, ...]
+    lower_bound_seconds: float
+    num_frames: int
+    num_priced: int
+    num_bounded: int
+    looked_at: tuple[tuple[Frame, float, float], ...] = ()
+
+
+class JointSearch:
+    """Searches one model on one cluster."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        cost_model: CostModel,
+        options: PlanOptions,
+        solve: Solve,
+        meshes: Meshes,
+        may_split: bool,
+        say: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        self.graph, self.cost_model, self.options, self.say, self.clock = graph, cost_model, options, say, clock
+        self.solve, self.meshes, self.may_split = solve, meshes, may_split
+        self.chain, self.short = chain_of(graph)
+        self.counts = micro_batch_counts(graph.batch_size, options, may_split)
+        self.grids = grids(cost_model.cluster, options, self.chain.num_units, meshes)
+        self.evaluator = Evaluator(cost_model, options, solve)
+        self.evaluated: list[Evaluated] = []
+        self._stretches: dict[object, Stretches] = {}
+        self._prepared: dict[int, Prepared] = {}
+        self._graphs: dict[int, OpGraph] = {}
+        self._each: dict[Grid, list[tuple[int, float]]] = {}
+        self._middles: dict[int, OpGraph | None] = {}
+        self._styles: dict[object, Style] = {}
+        self._num_bounded = 0
+        self._looked_at: dict[Frame, tuple[float, float]] = {}
+        self._number = itertools.count()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self) -> Found:
+        """Search until the bound meets the best plan, or the work allowed is done."""
+        waiting = [self._entry(bound, GRID, frame) for frame, bound in self._frames()]
+        num_frames = len(waiting)
+        self._looked_at = {entry.frame: (entry.seconds, entry.seconds) for entry in waiting}
+        heapq.heapify(waiting)
+        ready: list[_Ready] = []
+        bounds: list[float] = []  # of frames that were evaluated, and are not closed
+        since = 0  # refinements since the last evaluation
+        while True:
+            least = min(self.best_seconds, ready[0].estimate_seconds if ready else math.inf)
+            open_ = waiting and waiting[0].seconds < least * (1 - self.options.gap) and len(self._stretches) < MAX_PRICINGS
+            if open_ and not (since >= DIVE and ready and self._worthwhile(ready[0])):
+                since += 1
+                diving = [entry for entry in waiting if entry.step == PRICED] if since % (DIVE // 4) == 0 else []
+                entry = min(diving, default=waiting[0])
+                waiting.remove(entry)
+                heapq.heapify(waiting)
+                self._refine(entry, waiting, ready)
+                continue
+            since = 0
+            if not ready or not self._worthwhile(ready[0]):
+                break
+            bounds.append(self._evaluate(heapq.heappop(ready)))
+        if self.best is not None and self.best.frame.grid.num_ranks > 1 and self.options.parallelism.schedule is None:
+            self._try_after(self.best.frame)
+        self._left = [*waiting, *ready]
+        best = self.best
+        bounds += [*(entry.seconds for entry in waiting), *(entry.seconds for entry in ready)]
+        bound = min([*bounds, best.step_seconds if best else math.inf])
+        looked_at = tuple((frame, *seconds) for frame, seconds in self._looked_at.items())
+        return Found(best, tuple(self.evaluated), bound, num_frames, len(self._stretches), self._num_bounded, looked_at)
+
+    def _try_after(self, frame: Frame) -> None:
+        """The best plan's grid and micro-batches with the schedules of which no good bound is known."""
+        for other in tried_after(frame, self.chain.num_units):
+            bound = bound_of(other, self._of_ranks(other), True, self.best_seconds)
+            if bound.cuts is not None and bound.estimate_seconds < self.best_seconds:
+                self._add(other, bound.cuts, [self._best_style(other)])
+
+    @property
+    def best(self) -> Evaluated | None:
+        """The fastest plan so far that fits; of equal ones the first."""
+        fitting = [evaluated for evaluated in self.evaluated if math.isfinite(evaluated.step_seconds)]
+        return min(fitting, key=lambda evaluated: evaluated.step_seconds, default=None)
+
+    @property
+    def best_seconds(self) -> float:
+        return self.best.step_seconds if self.best else math.inf
+
+    def _worthwhile(self, entry: _Ready) -> bool:
+        """Whether evaluating a frame may find a better plan, or close it."""
+        if entry.seconds >= self.best_seconds * (1 - self.options.gap):
+            return False
+        if not self.options.gap and self._num_cuts(entry.frame) <= ENUMERATED_CUTS:
+            return True
+        return entry.estimate_seconds < self.best_seconds and len(self.evaluated) < self.options.max_evaluations
+
+    def _entry(self, seconds: float, step: int, frame: Frame) -> _Waiting:
+        return _Waiting(seconds, next(self._number), step, frame)
+
+    def _refine(self, entry: _Waiting, waiting: list[_Waiting], ready: list[_Ready]) -> None:
+        """The next better bound of a frame."""
+        known = self._grid_bound(entry.frame)
+        if entry.step == GRID and known > entry.seconds:
+            heapq.heappush(waiting, self._entry(known, GRID, entry.frame))
+            return
+        self._num_bounded += 1
+        within = entry.step == PRICED
+        with self.clock.phase("bound"):
+            bound = bound_of(entry.frame, self._of_ranks(entry.frame), within, self.best_seconds)
+        seconds = max(entry.seconds, bound.seconds)
+        self._looked_at[entry.frame] = (seconds, seconds if bound.cuts is None else max(seconds, bound.estimate_seconds))
+        if bound.cuts is None:
+            if math.isfinite(seconds):
+                heapq.heappush(waiting, self._entry(seconds, entry.step, entry.frame))  # above the best plan
+        elif within:
+            estimate = max(seconds, bound.estimate_seconds)
+            heapq.heappush(ready, _Ready(estimate, next(self._number), seconds, entry.frame, bound.cuts))
+        else:
+            heapq.heappush(waiting, self._entry(seconds, PRICED, entry.frame))
+
+    def least_bytes(self) -> float:
+        """A lower bound of the bytes that any plan needs on its fullest device; infinite where nothing is allowed at all."""
+        found = math.inf
+        for grid in self.grids:
+            for frame in frames(grid, self.counts[-1:], self.chain.num_units, self.options):
+                if frame.num_stages == grid.num_ranks:
+                    found = min(found, least_bytes(frame, self._of_ranks(frame)))
+        return found
+
+    # -- frames and their prices -----------------------------------------------------------------------------------
+
+    def _frames(self) -> Iterator[tuple[Frame, float]]:
+        """All frames with the bound of their grid; large micro-batches first."""
+        for grid in self.grids:
+            mine = list(frames(grid, self.counts, self.chain.num_units, self.options))
+            if mine:
+                self._note_each(grid, min(frame.num_micro_batches for frame in mine))
+            yield from ((frame, self._grid_bound(frame)) for frame in mine)
+
+    def _note_each(self, grid: Grid, num_micro_batches: int) -> None:
+        """Remember the least seconds of one micro-batch through all stages, on whichever of the grid's devices is fastest."""
+        each = min(
+            float(self._stretches_of(grid, rank, num_micro_batches).each()[0, -1]) for rank in range(grid.num_ranks)
+        )
+        known = self._each.setdefault(grid, [])
+        if all(count != num_micro_batches for count, _ in known):
+            known.append((num_micro_batches, each))
+
+    def _grid_bound(self, frame: Frame) -> float:
+        """A bound of a frame from what is known of its grid's larger micro-batches: no smaller one takes less a sample, as
+        twice the work never takes more than twice the time under the cost model."""
+        count = frame.num_micro_batches
+        per_step = max(each * fewer for fewer, each in self._each[frame.grid] if fewer <= count)
+        return _grid_bound(frame, per_step / count)
+
+    def _of_ranks(self, frame: Frame) -> list[Stretches]:
+        return [
+            self._stretches_of(frame.grid, rank, frame.num_micro_batches) for rank in range(frame.grid.num_ranks)
+        ]
+
+    def _stretches_of(self, grid: Grid, rank: int, num_micro_batches: int) -> Stretches:
+        mesh = Mesh(grid.mesh_shape, tuple(f"axis{index}" for index in range(len(grid.mesh_shape))))
+        first = grid.order[rank] * mesh.num_devices
+        kind = kind_of(self.cost_model.cluster, first, mesh.num_devices)
+        key = (mesh.shape, grid.roles, kind, num_micro_batches)
+        if key not in self._stretches:
+            self.say(f"pricing {' x '.join(map(str, mesh.shape))} in {num_micro_batches} micro-batches")
+            available = self.cost_model.min_device_memory_bytes(self.options.memory_margin, first, mesh.num_devices)
+            forced = self.options.parallelism.recompute
+            modes = (forced,) if forced else MODES if self.short.graph.block_groups else MODES[:1]
+            price = partial(self._price, grid, mesh, first, num_micro_batches)
+            priced = Priced(self.chain, price, modes, available)
+            self._stretches[key] = Stretches(priced, num_micro_batches)
+        return self._stretches[key]
+
+    def _price(
+        self, grid: Grid, mesh: Mesh, first: int, num_micro_batches: int, mode: str, like: Costed | None
+    ) -> Costed:
+        """The short graph priced in one mode of recomputation."""
+        with self.clock.phase("price"):
+            size = math.ceil(self.graph.batch_size / num_micro_batches)
+            if size not in self._prepared:
+                self._prepared[size] = prepare(at_batch(self.short.graph, size))
+            blocks = [block.path for group in self.short.graph.block_groups for block in group.blocks]
+            setting = Setting(
+                min(2, num_micro_batches), 1, dict.fromkeys(blocks, mode), turn=False, first_rank=first
+            )
+            prepared = self._prepared[size]
+            return build(prepared, mesh, grid.roles, self.cost_model, self.options, setting, like)
+
+    # -- plans -----------------------------------------------------------------------------------------------------
+
+    def graph_of(self, frame: Frame) -> OpGraph:
+        size = math.ceil(self.graph.batch_size / frame.num_micro_batches)
+        if size not in self._graphs:
+            self._graphs[size] = at_batch(self.graph, size)
+        return self._graphs[size]
+
+    def _evaluate(self, entry: _Ready) -> float:
+        """Evaluate a frame; returns a bound of all of its plans that remain."""
+        frame = entry.frame
+        self.say(f"evaluating {frame.schedule}, {frame.num_stages} stages, {frame.num_micro_batches} micro-batches")
+        if self.options.gap or self._num_cuts(frame) > ENUMERATED_CUTS:
+            self._add(frame, entry.cuts, [self._best_style(frame)])
+            return entry.seconds
+        cuts = itertools.combinations(range(1, self.chain.num_units), frame.num_stages - 1)
+        for ends in dict.fromkeys([entry.cuts, *cuts]):
+            self._add(frame, ends, self.evaluator.styles(frame))
+        return math.inf  # every plan of the frame is known
+
+    def _best_style(self, frame: Frame) -> Style:
+        """The style of boundaries that suits a stage in the middle of the short model."""
+        starts = self.chain.short_starts
+        size = math.ceil(self.graph.batch_size / frame.num_micro_batches)
+        if size not in self._middles:
+            third = len(starts) // 3
+            cuts = (starts[third], starts[-1 - third]) if third and len(starts) > 2 else ()
+            stages = stage_graphs(at_batch(self.short.graph, size), cuts)
+            self._middles[size] = stages[1] if len(stages) > 2 else None
+        key = (frame.grid, size)
+        if key not in self._styles:
+            self._styles[key] = self.evaluator.best_style(frame, self._middles[size])
+        return self._styles[key]
+
+    def _add(self, frame: Frame, ends: Sequence[int], styles: Sequence[Style]) -> None:
+        graph = self.graph_of(frame)
+        cuts = tuple(self.chain.starts[end - 1] for end in ends)
+        for style in styles:
+            with self.clock.phase("evaluate"):
+                self.evaluated.append(self.evaluator.evaluate(frame, graph, cuts, style, self.best_seconds))
+
+    def _num_cuts(self, frame: Frame) -> int:
+        return math.comb(self.chain.num_units - 1, frame.num_stages - 1)
+
+
+def _grid_bound(frame: Frame, each_seconds: float) -> float:
+    """A bound from the seconds that one micro-batch takes in all stages together, w.
+
+    Every rank's work is B times that of its stages f_s, so T >= B w / P. With a whole backward also T >= B f_s + the sum of
+    f before s for every stage; the f that make all of these equal are least, whence T >= w / (1 - (1 - 1/B)^P).
+    """
+    ranks, count = frame.grid.num_ranks, frame.num_micro_batches
+    if frame.schedule in ("gpipe", "1f1b"):
+        return each_seconds / (1 - (1 - 1 / count) ** ranks)
+    return each_seconds * count / ranks

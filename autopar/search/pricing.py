@@ -1,0 +1,174 @@
+"""Prices of a model's units on one mesh at one micro-batch size, as matrices that compose.
+
+Enters: the short graph at a micro-batch size, a mesh on one kind of devices. Leaves: for weights (prices of memory), the
+matrix of every unit of the *whole* model, and lower bounds of what any run of units costs in a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.costing import Costed
+from autopar.costing.conversions import FloatArray
+from autopar.search.units import units_of
+from autopar.solver.chain import ROUNDING, Elimination, Table
+
+
+@dataclass(frozen=True)
+class Place:
+    """A unit of the whole model: its kind, and the block that it is a part of (None: of no repeated block)."""
+
+    kind: int
+    block: str | None
+    opens: bool  # first unit of its block
+    closes: bool  # last unit of its block
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The whole model as units. ``starts`` are the first operators of all units but the first in the whole graph;
+    ``short_starts`` those of the short graph's units, which are numbered by ``Place.kind``."""
+
+    places: tuple[Place, ...]
+    starts: tuple[str, ...]
+    short_starts: tuple[str, ...]
+
+    @property
+    def num_units(self) -> int:
+        return len(self.places)
+
+
+@dataclass(eq=False)
+class Priced:
+    """Units of the short graph under each recomputation mode that is allowed, priced (``price``) when they are asked for."""
+
+    chain: Chain
+    price: Callable[[str, Costed | None], Costed]
+    modes: tuple[str, ...]
+    available_bytes: float
+    _costed: dict[str, Costed] = field(default_factory=dict)
+    _units: dict[str, list[Elimination]] = field(default_factory=dict)
+
+    def units(self, mode: str) -> list[Elimination]:
+        """The short graph's units in a mode; equal ones are one object."""
+        if mode not in self._units:
+            known: dict[int, Elimination] = {}
+            found = units_of(self._priced(mode), self.chain.short_starts)
+            self._units[mode] = [known[id(unit)] if id(unit) in known else known.setdefault(id(unit), Elimination(unit)) for unit in found]
+        return self._units[mode]
+
+    def _priced(self, mode: str) -> Costed:
+        if mode not in self._costed:
+            like = next(iter(self._costed.values()), None)
+            self._costed[mode] = self.price(mode, like)
+        return self._costed[mode]
+
+    def costs(self, weights: FloatArray, modes: Sequence[str] | None = None) -> FloatArray:
+        """(weights, starts, ends): the least weighted cost of every run of units, its ports free, less rounding.
+
+        A block that lies in the run as a whole takes the mode of ``modes`` (by default all that are allowed) that suits it;
+        of a block that is cut nothing is recomputed.
+        """
+        taken = [mode for mode in self.modes if mode == self.plain or modes is None or mode in modes]
+        return _Run(self.chain, self._matrices(weights, taken), self.plain).costs(len(weights)) * (1 - ROUNDING)
+
+    def fastest(self, weights: FloatArray) -> FloatArray:
+        """Costs where bytes do not count, so that nothing is recomputed."""
+        return self.costs(weights, [self.plain])
+
+    def leanest(self, weights: FloatArray) -> FloatArray:
+        """Costs where only bytes count, so that as much is recomputed as may be."""
+        return self.costs(weights, self.modes[-1:])
+
+    @property
+    def plain(self) -> str:
+        """The mode of blocks that are cut."""
+        return self.modes[0]
+
+    def _matrices(self, weights: FloatArray, modes: Sequence[str]) -> dict[str, list[Table]]:
+        known: dict[int, Table] = {}
+        found: dict[str, list[Table]] = {}
+        for mode in modes:
+            for unit in self.units(mode):
+                if id(unit) not in known:
+                    known[id(unit)] = unit.evaluate(weights)
+            found[mode] = [known[id(unit)] for unit in self.units(mode)]
+        return found
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """The least cost of getting from a start to the end of a unit, by weight and state, for each mode of the open block."""
+
+    by_mode: Mapping[str, Table]
+    whole: bool  # whether the open block began after the start
+
+    def least(self) -> Table:
+        arrays = list(self.by_mode.values())
+        found = arrays[0]
+        for array in arrays[1:]:
+            if array is not found:
+                found = np.minimum(found, array)
+        return found
+
+
+class _Run:
+    """Walks along a chain from every start. Starts that the same kinds follow share the walk as far as that goes."""
+
+    def __init__(self, chain: Chain, matrices: Mapping[str, list[Table]], plain: str) -> None:
+        self.places, self.matrices, self.plain = chain.places, matrices, plain
+        self.modes = list(matrices)
+        self.keys = [(p.kind, p.block is None, p.opens, p.closes) for p in chain.places]
+
+    def costs(self, num_weights: int) -> FloatArray:
+        count = len(self.places)
+        result = np.full((num_weights, count, count + 1), np.inf)
+        walked: dict[object, tuple[int, list[_Reached]]] = {}
+        for start in range(count):
+            base, path = walked.get(self.keys[start], (start, []))
+            shared = self._common(base, start) if path else 0
+            if shared:
+                result[:, start, start + 1 : start + shared + 1] = result[:, base, base + 1 : base + shared + 1]
+                reached = path[shared - 1]
+            else:
+                reached = self._at(start, num_weights)
+            own = path[:shared]
+            for unit in range(start + shared, count):
+                reached = self._through(reached, unit)
+                own.append(reached)
+                result[:, start, unit + 1] = self._ending(reached, unit)
+            walked.setdefault(self.keys[start], (start, own))
+        return result
+
+    def _common(self, base: int, start: int) -> int:
+        """How many units from both starts are of the same kinds."""
+        count = len(self.keys) - start
+        for length in range(count):
+            if self.keys[base + length] != self.keys[start + length]:
+                return length
+        return count
+
+    def _at(self, start: int, num_weights: int) -> _Reached:
+        states = self.matrices[self.plain][self.places[start].kind].shape[1]
+        free = np.zeros((num_weights, states), dtype=np.float32)
+        place = self.places[start]
+        return _Reached(dict.fromkeys(self.modes, free), place.opens)
+
+    def _through(self, reached: _Reached, unit: int) -> _Reached:
+        place = self.places[unit]
+        by_mode, whole = reached.by_mode, reached.whole
+        if place.opens:
+            by_mode, whole = dict.fromkeys(self.modes, reached.least()), True
+        taken = self.modes if whole and place.block is not None else [self.plain]
+        after = {m: (by_mode[m][:, :, None] + self.matrices[m][place.kind]).min(axis=1) for m in taken}
+        if place.closes:
+            after = dict.fromkeys(self.modes, _Reached(after, whole).least())
+        return _Reached(after, whole)
+
+    def _ending(self, reached: _Reached, unit: int) -> Table:
+        """The cost of a run that ends with this unit."""
+        last = reached.least() if self.places[unit].closes else reached.by_mode[self.plain]
+        return np.asarray(last.min(axis=1))

@@ -1,0 +1,233 @@
+"""One stage in full: its recomputation, shardings and storage within the memory of its devices.
+
+Enters: a stage's graph, where and how often it runs. Leaves: a :class:`Solved` stage, or what it lacks. The inner objective
+is the stage's busy time in a step; among the numbers of blocks that recompute, fewer is tried first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.costing import Costed, Prepared, build
+from autopar.costing.candidate import Candidate
+from autopar.costing.operators import Role
+from autopar.costing.setting import Setting
+from autopar.fitting import fit, unlimited
+from autopar.graph import OpGraph
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.options import PlanOptions
+from autopar.plans import StagePlan
+from autopar.recompute import MODES
+from autopar.solver import Assignment, Problem
+from cost_models import CostModel, StageTimes
+
+Solve = Callable[[Problem], Assignment]
+EXHAUSTIVE_BLOCKS = 6  # with so few blocks, every division of them among the modes is tried
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a stage runs, and how: what its :class:`Setting` is made from."""
+
+    mesh: Mesh
+    roles: tuple[Role, ...]
+    first_rank: int
+    num_micro_batches: int
+    in_flight: int
+    available_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A stage with its plan (``candidate.stage``; None where nothing fits) and its times."""
+
+    candidate: Candidate
+    times: StageTimes
+
+    @property
+    def fits(self) -> bool:
+        return self.candidate.stage is not None
+
+    @property
+    def plan(self) -> StagePlan:
+        """The plan of a stage that fits."""
+        assert self.candidate.stage is not None, "only a stage that fits has a plan"
+        return self.candidate.stage
+
+
+class StageSolver:
+    """Solves one stage under different settings, reusing its prices."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        site: Site,
+        cost_model: CostModel,
+        options: PlanOptions,
+        solve: Solve,
+        boundary: Mapping[str, Layout],
+        storage: Mapping[str, frozenset[Layout]],
+    ) -> None:
+        self.prepared, self.site, self.cost_model, self.options, self.solve = prepared, site, cost_model, options, solve
+        self.boundary, self.storage = boundary, storage
+        self.blocks = [block.path for group in prepared.graph.block_groups for block in group.blocks]
+        self._priced: dict[tuple[int, ...], Costed] = {}
+
+    def costed(self, counts: tuple[int, ...]) -> Costed:
+        """The stage priced when the last ``counts[i]`` blocks, in order of modes, take mode i."""
+        if counts not in self._priced:
+            like = next(iter(self._priced.values()), None)
+            setting = Setting(
+                self.site.num_micro_batches, self.site.in_flight, self._modes(counts), self.boundary,
+                first_rank=self.site.first_rank,
+            )  # fmt: skip
+            made = build(
+                self.prepared, self.site.mesh, self.site.roles, self.cost_model, self.options, setting, like
+            )
+            self._priced[counts] = _with_storage(made, self.storage)
+        return self._priced[counts]
+
+    def _modes(self, counts: Sequence[int]) -> dict[str, str]:
+        """Blocks that recompute most come first: they are in flight longest."""
+        modes = [mode for mode, count in zip(reversed(MODES), reversed(counts), strict=True) for _ in range(count)]
+        return dict(zip(self.blocks, modes, strict=True))
+
+    def allowed(self) -> list[tuple[int, ...]]:
+        """Numbers of blocks in each mode, those that recompute least first."""
+        total = len(self.blocks)
+        forced = self.options.parallelism.recompute
+        if forced is not None:
+            return [tuple(total if mode == forced else 0 for mode in MODES)]
+        pairs = [(some, full) for full in range(total + 1) for some in range(total + 1 - full)]
+        return sorted(((total - s - f, s, f) for s, f in pairs), key=lambda counts: (counts[2], counts[1]))
+
+    def best(self, to_beat_seconds: float = math.inf) -> Solved:
+        """The fastest way to run the stage that fits."""
+        found = self._fitted((len(self.blocks), 0, 0), to_beat_seconds) if self._may_keep_all() else None
+        if found is None or not _is_unlimited(found):  # else no memory is wanting: recomputing only costs
+            few = len(self.blocks) <= EXHAUSTIVE_BLOCKS or self.options.parallelism.recompute is not None
+            beat = min(to_beat_seconds, _seconds(found) if found is not None and found.stage is not None else math.inf)
+            others = self._each(beat) if few else self._as_few_as_fit(beat)
+            found = min([*([found] if found else []), *others], key=_rank)
+        return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
+
+    def _may_keep_all(self) -> bool:
+        return self.options.parallelism.recompute in (None, "none")
+
+    def _each(self, to_beat_seconds: float) -> list[Candidate]:
+        """The best plan of every division of the blocks among the modes."""
+        found: list[Candidate] = []
+        for counts in self.allowed():
+            best = min(found, key=_rank, default=None)
+            known = _seconds(best) if best is not None and best.stage is not None else math.inf
+            found.append(self._fitted(counts, min(to_beat_seconds, known)))
+        return found
+
+    def _as_few_as_fit(self, to_beat_seconds: float) -> list[Candidate]:
+        """For each mode of recomputation the least number of blocks with which the fastest sharding fits; and where even
+        all blocks are not enough, the sharding that fits."""
+        found = []
+        for place in (1, 2):
+            everything = self._free(self._counts(place, len(self.blocks)))
+            if everything.missing_bytes:
+                found.append(self._fitted(self._counts(place, len(self.blocks)), to_beat_seconds))
+                continue
+            low, high, best = 0, len(self.blocks), everything
+            while high - low > max(1, len(self.blocks) // 32):
+                middle = (low + high) // 2
+                candidate = self._free(self._counts(place, middle))
+                low, high, best = (middle, high, best) if candidate.missing_bytes else (low, middle, candidate)
+            found.append(best)
+        return found
+
+    def _counts(self, place: int, number: int) -> tuple[int, ...]:
+        """So many blocks in one mode, the others keeping all."""
+        counts = [len(self.blocks) - number, 0, 0]
+        counts[place] += number
+        return tuple(counts)
+
+    def _free(self, counts: tuple[int, ...]) -> Candidate:
+        return unlimited(self.costed(counts), self.site.available_bytes, self.solve)
+
+    def unlimited(self) -> Solved:
+        """The stage without recomputation, whether it fits or not."""
+        found = unlimited(self.costed((len(self.blocks), 0, 0)), self.site.available_bytes, self.solve)
+        return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
+
+    def _fitted(self, counts: tuple[int, ...], to_beat_seconds: float) -> Candidate:
+        free = self._free(counts)
+        if not free.missing_bytes:
+            return free
+        if _seconds(free) >= to_beat_seconds:
+            return replace(free, stage=None)
+        fitted = fit(self.costed(counts), self.site.available_bytes, self.solve, to_beat_seconds, explain=False)
+        return fitted if fitted.stage is not None or math.isfinite(fitted.peak_bytes) else replace(free, stage=None)
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float]:
+    """Of those that fit the fastest, else the one that lacks least."""
+    return candidate.stage is None, _seconds(candidate) if candidate.stage is not None else candidate.missing_bytes
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.assignment.cost_seconds
+
+
+def _is_unlimited(candidate: Candidate) -> bool:
+    """Whether the plan is as fast as any without regard to memory."""
+    return candidate.assignment.gap == 0.0 and math.isinf(float(candidate.costed.problem.memory_budgets_bytes[0]))
+
+
+def _with_storage(costed: Costed, storage: Mapping[str, frozenset[Layout]]) -> Costed:
+    """The parameters that other stages hold too rest as they may there; other choices are absent."""
+    costs = list(costed.problem.node_costs_seconds)
+    for value, wanted in storage.items():
+        if value in costed.nodes:
+            node = costed.nodes[value]
+            alike = np.array([choice.storage in wanted for choice in costed.parameter_table(value).choices])
+            costs[node] = np.where(alike, costs[node], np.inf)
+    if not storage:
+        return costed
+    return replace(costed, problem=replace(costed.problem, node_costs_seconds=tuple(costs)))
+
+
+def times_of(candidate: Candidate) -> StageTimes:
+    """Seconds of one micro-batch, forward and backward, and what is done once a step."""
+    costed, choices = candidate.costed, candidate.assignment.choices
+    assert choices is not None
+    graph, setting = costed.prepared.graph, costed.setting
+    forward = weight = once = 0.0
+    for operator in graph.operators:
+        table = costed.operator_table(operator.id)
+        choice = choices[costed.nodes[operator.id]]
+        forward += float(table.forward_seconds[choice])
+        weight += float(table.weight_seconds[choice])
+    for edge, seconds in zip(costed.problem.edges, costed.edges_forward, strict=True):
+        forward += 0.0 if seconds is None else float(seconds[choices[edge.source], choices[edge.target]])
+    for parameter in graph.parameters:
+        table_ = costed.parameter_table(parameter.value)
+        once += float(table_.once_seconds[choices[costed.nodes[parameter.value]]])
+    each = max(0.0, candidate.assignment.cost_seconds - once) / setting.num_micro_batches
+    forward = min(forward, each)
+    weight = min(weight, each - forward)
+    return StageTimes(forward, max(0.0, each - forward - weight), weight, once)
+
+
+def storages_of(costed: Costed, value: str) -> frozenset[Layout]:
+    """The layouts in which a stage may keep a parameter."""
+    return frozenset(choice.storage for choice in costed.parameter_table(value).choices)
+
+
+def tied_parameters(graphs: Sequence[OpGraph]) -> frozenset[str]:
+    """Parameters that several stages hold."""
+    seen: set[str] = set()
+    twice: set[str] = set()
+    for graph in graphs:
+        for parameter in graph.parameters:
+            (twice if parameter.value in seen else seen).add(parameter.value)
+    return frozenset(twice)

@@ -1,0 +1,151 @@
+"""Chains of units: the least cost of every interval of a long chain, by composition.
+
+A *unit* is a small problem with a port at either end: the variable that the unit before it ends with, and the variable
+that it ends with itself. Eliminating everything else leaves a matrix over the two ports,
+
+    W(s, t) = min over the inside of [ sum of the unit's tables ]                          `Elimination`
+
+and units in a row compose by the min-plus product (`search.pricing`), so no interval of units is solved again. All tables carry a leading dim of *weights*: the same unit under many prices of memory at once,
+
+    cost = seconds + multiplier x bytes,
+
+from which the dual bound of an interval under a budget follows: max over multipliers of [ chain - multiplier x budget ].
+Costs are nonnegative, so leaving a table out, or taking its minimum over a variable, only lowers the result: every
+simplification here keeps the result a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.solver.problem import FloatArray
+
+# Tables are summed in float32, which halves their traffic: results are right to about this relative width.
+ROUNDING = 2e-6
+Table = NDArray[np.float32]
+
+MAX_ENTRIES = 400_000  # of one table, for each weight; a larger one is relaxed
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """A table over variables: `rows` is (rows, size of each variable ...)."""
+
+    variables: tuple[int, ...]
+    rows: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Factors over variables with `sizes`; `entry` and `exit` are the ports (None: an end of the whole chain)."""
+
+    sizes: tuple[int, ...]
+    factors: tuple[Factor, ...]
+    entry: int | None
+    exit: int | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Tables `reads`, spread over `shape` dims each (1 where a table lacks a variable), are added up; then the variable in
+    the last dim is minimised over, unless this is the last step (`minimises` False). Before that, `relaxed` tables leave
+    their part aside: (table, dim) is minimised over that dim into a table of its own."""
+
+    reads: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    relaxed: tuple[tuple[int, int], ...]
+    minimises: bool
+
+
+class Elimination:
+    """The order in which a unit's variables go, found once; then evaluated under many weights."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._scopes: list[tuple[int, ...]] = [factor.variables for factor in unit.factors]
+        alive = set(range(len(self._scopes)))
+        self._steps: list[_Step] = []
+        kept = [port for port in dict.fromkeys((unit.entry, unit.exit)) if port is not None]
+        waiting = {variable for variables in self._scopes for variable in variables} - set(kept)
+        near = {variable: self._near(variable, alive) for variable in waiting}
+        while waiting:
+            variable = min(waiting, key=lambda v: (self._entries(near[v]), v))
+            waiting.discard(variable)
+            self._step(variable, alive)
+            for other in near.pop(variable) & waiting:
+                near[other] = self._near(other, alive)
+        self._last(kept, alive)
+
+    def _near(self, variable: int, alive: set[int]) -> set[int]:
+        return {other for table in alive if variable in self._scopes[table] for other in self._scopes[table]}
+
+    def _entries(self, variables: set[int]) -> int:
+        return math.prod(self.unit.sizes[other] for other in variables)
+
+    def _step(self, variable: int, alive: set[int]) -> None:
+        touching = sorted(table for table in alive if variable in self._scopes[table])
+        relaxed = []
+        while len(touching) > 1 and self._entries({v for t in touching for v in self._scopes[t]}) > MAX_ENTRIES:
+            largest = max(touching, key=lambda table: (self._entries(set(self._scopes[table])), table))
+            touching.remove(largest)
+            relaxed.append((largest, self._scopes[largest].index(variable)))
+        alive -= {*touching, *(table for table, _ in relaxed)}
+        for table, dim in relaxed:
+            alive.add(len(self._scopes))
+            self._scopes.append((*self._scopes[table][:dim], *self._scopes[table][dim + 1 :]))
+        scope = tuple(sorted({v for table in touching for v in self._scopes[table]} - {variable}))
+        self._steps.append(self._reading(touching, (*scope, variable), tuple(relaxed), minimises=True))
+        alive.add(len(self._scopes))
+        self._scopes.append(scope)
+
+    def _last(self, kept: Sequence[int], alive: set[int]) -> None:
+        self._steps.append(self._reading(sorted(alive), tuple(kept), (), minimises=False))
+
+    def _reading(
+        self, tables: Sequence[int], order: tuple[int, ...], relaxed: tuple[tuple[int, int], ...], minimises: bool
+    ) -> _Step:
+        reads = []
+        for table in tables:
+            scope = self._scopes[table]
+            ranked = tuple(sorted(range(len(scope)), key=lambda index: order.index(scope[index])))
+            shape = tuple(self.unit.sizes[variable] if variable in scope else 1 for variable in order)
+            reads.append((table, ranked, shape))
+        return _Step(tuple(reads), relaxed, minimises)
+
+    def evaluate(self, weights: FloatArray) -> Table:
+        """(num weights, entry states, exit states): the least cost of the unit between its ports; one state where there is
+        none. weights: (num weights, rows), the first row's weight above 0."""
+        tables = [np.tensordot(weights, factor.rows, axes=(1, 0)).astype(np.float32) for factor in self.unit.factors]
+        total = np.zeros(len(weights), dtype=np.float32)
+        for step in self._steps:
+            tables.extend(tables[table].min(axis=1 + dim) for table, dim in step.relaxed)
+            total = np.zeros(len(weights), dtype=np.float32) if not step.reads else self._sum(step, tables)
+            if step.minimises:
+                tables.append(total.min(axis=-1))
+        return self._matrix(total, len(weights))
+
+    @staticmethod
+    def _sum(step: _Step, tables: Sequence[Table]) -> Table:
+        total: Table | None = None
+        for table, ranked, shape in step.reads:
+            array = tables[table]
+            if ranked != tuple(range(len(ranked))):
+                array = array.transpose(0, *(1 + index for index in ranked))
+            array = array.reshape(array.shape[0], *shape)
+            total = array if total is None else total + array
+        assert total is not None
+        return total
+
+    def _matrix(self, total: Table, num_weights: int) -> Table:
+        """The last sum over (weights, entry, exit)."""
+        unit = self.unit
+        entry, leaving = (1 if port is None else unit.sizes[port] for port in (unit.entry, unit.exit))
+        if unit.entry is not None and unit.entry == unit.exit:
+            square = np.full((num_weights, entry, entry), np.inf, dtype=np.float32)
+            square[:, range(entry), range(entry)] = total
+            return square
+        return np.broadcast_to(total.reshape(num_weights, *total.shape[1:]), total.shape).reshape(num_weights, entry, leaving)
