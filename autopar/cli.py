@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.options import OPTIMIZERS, Parallelism, PlanOptions
-from cost_models import ClusterError
+from autopar.options import OPTIMIZERS, RECOMPUTATIONS, Parallelism, PlanOptions
+from cost_models import SCHEDULES, ClusterError
 
 if TYPE_CHECKING:
     from autopar.plans import Plan
@@ -31,6 +31,7 @@ PLAN_HELP = (
     "Find the best plan for training a model on a cluster and show its report. Nothing is run; no GPU is needed."
 )
 ZERO_HELP = "sharded on the data axis: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
+MICRO_BATCH_HELP = "samples that go through a stage at a time, over all of its devices"
 MODEL_HELP = "package.module:function or file.py:function, which returns (model, example_inputs[, loss_fn])"
 
 
@@ -145,7 +146,11 @@ def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
     forced.add_argument("--data", type=_positive, metavar="N", help="devices that share the batch")
     forced.add_argument("--tensor", type=_positive, metavar="N", help="devices that share the operators")
     forced.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=ZERO_HELP)
-    forced.add_argument("--mesh-shape", metavar="4x2", help="the mesh, instead of every factorisation")
+    forced.add_argument("--mesh-shape", metavar="4x2", help="the mesh of a stage, instead of every factorisation")
+    forced.add_argument("--pipeline", type=_positive, metavar="N", help="pipeline ranks, which share the layers")
+    forced.add_argument("--schedule", choices=SCHEDULES, help="the order in which pipeline ranks work")
+    forced.add_argument("--micro-batch-size", type=_positive, metavar="N", help=MICRO_BATCH_HELP)
+    forced.add_argument("--recompute", choices=RECOMPUTATIONS, help="what every block computes again in backward")
     options = command.add_argument_group("options")
     options.add_argument(
         "--max-mesh-axes", type=_positive, default=2, metavar="N", help="most axes of a searched mesh (default 2)"
@@ -171,7 +176,15 @@ def _options(parsed: argparse.Namespace) -> PlanOptions:
     from autopar.references import read_shape
 
     return PlanOptions(
-        parallelism=Parallelism(data=parsed.data, tensor=parsed.tensor, zero=parsed.zero),
+        parallelism=Parallelism(
+            data=parsed.data,
+            tensor=parsed.tensor,
+            zero=parsed.zero,
+            pipeline=parsed.pipeline,
+            recompute=parsed.recompute,
+            schedule=parsed.schedule,
+            micro_batch_size=parsed.micro_batch_size,
+        ),
         optimizer=parsed.optimizer,
         memory_margin=parsed.memory_margin,
         max_mesh_axes=parsed.max_mesh_axes,

@@ -109,6 +109,11 @@ def _none(costed: Costed, available_bytes: float) -> Candidate:
     return Candidate(costed, nothing, None, math.inf, math.inf, 0.0, available_bytes)
 
 
+def candidate_of(costed: Costed, assignment: Assignment, available_bytes: float) -> Candidate:
+    """A solver's answer as a candidate."""
+    return _candidate(costed, assignment, assignment.lower_bound_seconds, available_bytes)
+
+
 def _candidate(costed: Costed, assignment: Assignment, bound: float, available_bytes: float) -> Candidate:
     if assignment.choices is None:
         return Candidate(costed, assignment, None, bound, math.inf, 0.0, available_bytes)

@@ -51,6 +51,11 @@ class Parallelism:
                     f"Parallelism({name}={getattr(self, name)}): this version plans stages on data and tensor axes; "
                     f"leave {name} out or give 1"
                 )
+        if self.data is not None and self.micro_batch_size is not None and self.micro_batch_size < self.data:
+            raise InputError(
+                f"Parallelism(data={self.data}, micro_batch_size={self.micro_batch_size}): a micro-batch has at least a "
+                f"sample for each of the devices that share it; give micro_batch_size={self.data} or more"
+            )
         for name, known in (("recompute", RECOMPUTATIONS), ("schedule", SCHEDULES)):
             chosen = getattr(self, name)
             if chosen is not None and chosen not in known:

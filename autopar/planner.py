@@ -106,7 +106,7 @@ def plan_graph(
     if found.best is None:
         raise infeasible(search)
     with clock.phase("alternatives"):
-        rivals = search.rivals(found.best)
+        rivals = search.rivals()
     best = replace(found.best, stages=named_axes(found.best.stages))
     frame = best.frame
     plan = Plan(
@@ -192,9 +192,8 @@ class Search(JointSearch):
             raise InputError(f"the solver failed: {assignment.message}")
         return assignment
 
-    def rivals(self, best: Evaluated) -> dict[str, Evaluated]:
-        """The plans that people would write by hand, in the best plan's micro-batches, priced under the same costs whether
-        they fit or not.
+    def rivals(self) -> dict[str, Evaluated]:
+        """The plans that people would write by hand, priced under the same costs, whether they fit or not.
 
         Tensor parallelism as Megatron-LM has it: inside the nodes, with data parallelism across them.
         """
@@ -212,10 +211,20 @@ class Search(JointSearch):
         found = {}
         for name, (shape, roles, zero) in by_hand.items():
             self.say(f"for comparison: {name}")
-            frame = Frame(Grid(1, shape, roles, (0,)), best.frame.num_micro_batches, "single", 1)
             options = replace(self.options, parallelism=Parallelism(zero=zero))
-            found[name] = Evaluator(self.cost_model, options, self._solve).unlimited(frame, self.graph_of(frame))
+            evaluator = Evaluator(self.cost_model, options, self._solve)
+            data = math.prod(size for size, role in zip(shape, roles, strict=True) if role == "data")
+            for count in self._counts_by_hand(data):
+                frame = Frame(Grid(1, shape, roles, (0,)), count, "single", 1)
+                found[name] = evaluator.unlimited(frame, self.graph_of(frame))
+                if not found[name].stages[0].candidate.missing_bytes:
+                    break
         return found
+
+    def _counts_by_hand(self, data: int) -> list[int]:
+        """One micro-batch, or where that does not fit the most that leave a sample for each of ``data`` shares."""
+        most = max((count for count in self.counts if self.graph.batch_size // count >= data), default=1)
+        return list(dict.fromkeys([self.counts[0], most]))
 
 
 def rank_order(frame: Frame) -> tuple[int, ...]:

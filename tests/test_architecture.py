@@ -104,7 +104,9 @@ ONLY_IN = {
         "autopar.__init__",
     ),
     "cost_models": (
+        "autopar.options",
         "autopar.costing",
+        "autopar.search",
         "autopar.report",
         "autopar.exports",
         "autopar.planner",

@@ -60,6 +60,7 @@ class Stretches:
     priced: Priced
     num_micro_batches: int
     _work: dict[tuple[int, bool], FloatArray] = field(default_factory=dict)
+    _limited: dict[int, FloatArray] = field(default_factory=dict)
     _charged: dict[int, list[_Charged]] = field(default_factory=dict)
     _bytes: dict[int, FloatArray] = field(default_factory=dict)
     _basic: FloatArray | None = None
@@ -80,12 +81,18 @@ class Stretches:
             basics = self._basics()
             fits = self.least_bytes(flying) <= self.priced.available_bytes
             work = np.where(fits, self.num_micro_batches * basics[EACH], np.inf)
-            self._work[key] = np.maximum(work, self._within_memory(self._place(flying))) if within_memory else work
+            self._work[key] = np.maximum(work, self._within_memory(self._place(flying), 0.0)) if within_memory else work
         return self._work[key]
 
     def busy(self, flying: int, within_memory: bool) -> FloatArray:
         """(starts, ends): least busy seconds in a step."""
-        return np.asarray(np.maximum(self._basics()[BUSY], self.work(flying, within_memory) + self.once()))
+        busy = np.maximum(self._basics()[BUSY], self.work(flying, False) + self.once())
+        if not within_memory:
+            return np.asarray(busy)
+        place = self._place(flying)
+        if place not in self._limited:
+            self._limited[place] = self._within_memory(place, 1.0)
+        return np.asarray(np.maximum(busy, self._limited[place]))
 
     def around(self, ahead: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Where the backward pass is split: (starts, ends) least seconds of one forward pass; of a stage's work without the
@@ -140,14 +147,15 @@ class Stretches:
     def _place(self, flying: int) -> int:
         return max(index for index, count in enumerate(self._flying) if count <= flying)
 
-    def _within_memory(self, place: int) -> FloatArray:
-        """The dual bound over a few multipliers: max of [least (seconds + multiplier x bytes) - multiplier x budget]."""
+    def _within_memory(self, place: int, once: float) -> FloatArray:
+        """The dual bound over a few multipliers: max of [least (seconds + multiplier x bytes) - multiplier x budget]. The
+        seconds are those of all micro-batches, and ``once`` times those that are spent once."""
         count, budget = self._flying[place], self.priced.available_bytes
         typical = self._typical_multiplier(place)
         best: FloatArray | None = None
         grid = typical * np.array([0.3, 2.0, 12.0])
         for _ in range(ROUNDS):
-            weights = np.array([[self.num_micro_batches, 0.0, m, m * count, 0.0, 0.0] for m in grid])
+            weights = np.array([[self.num_micro_batches, once, m, m * count, 0.0, 0.0] for m in grid])
             bounds = self.priced.costs(weights) - (grid * budget)[:, None, None]
             top = bounds.max(axis=0)
             best = top if best is None else np.maximum(best, top)
@@ -181,12 +189,24 @@ class Bound:
     estimate_seconds: float = math.inf
 
 
-def bound_of(frame: Frame, stretches: Sequence[Stretches], within_memory: bool, stop_at: float = math.inf) -> Bound:
-    """The bound of one frame; ``stretches`` are by pipeline rank. Above ``stop_at`` it need not be exact."""
+def bound_of(
+    frame: Frame,
+    stretches: Sequence[Stretches],
+    within_memory: bool,
+    stop_at: float = math.inf,
+    hop_seconds: float = 0.0,
+) -> Bound:
+    """The bound of one frame; ``stretches`` are by pipeline rank. Above ``stop_at`` it need not be exact. ``hop_seconds``: of
+    sending one micro-batch from stage to stage, for the estimate only."""
     flying = in_flight(frame.schedule, frame.grid.num_ranks, frame.num_stages, frame.num_micro_batches)
     ranks = stage_ranks(frame)
     stages = [
-        _Stage(here.busy(count, within_memory), here.work(count, within_memory), here.once(), here.each())
+        _Stage(
+            here.busy(count, within_memory),
+            here.work(count, within_memory and frame.num_stages > 1),
+            here.once(),
+            here.each(),
+        )
         for here, count in zip((stretches[rank] for rank in ranks), flying, strict=True)
     ]
     if frame.schedule == "interleaved_zero_bubble" and frame.num_stages == frame.grid.num_ranks:
@@ -201,7 +221,7 @@ def bound_of(frame: Frame, stretches: Sequence[Stretches], within_memory: bool, 
         bound = _several_stages_a_rank(frame, stages, list(zip(*by_stage, strict=True)))
     else:
         bound = _one_stage_a_rank(frame, stages, stop_at)
-    return replace(bound, estimate_seconds=_estimate(frame, stages, bound.cuts))
+    return replace(bound, estimate_seconds=_estimate(frame, stages, bound.cuts, hop_seconds))
 
 
 def forwards_ahead(frame: Frame) -> list[int]:
@@ -236,16 +256,19 @@ def _one_stage_a_rank(frame: Frame, stages: Sequence[_Stage], stop_at: float) ->
     return Bound(low * (1 - 1e-9), cuts)
 
 
-def _estimate(frame: Frame, stages: Sequence[_Stage], cuts: tuple[int, ...] | None) -> float:
+def _estimate(
+    frame: Frame, stages: Sequence[_Stage], cuts: tuple[int, ...] | None, hop_seconds: float
+) -> float:
     """The step simulated with what the bounds say of each stage, a third of it forward."""
     if cuts is None:
         return math.inf
     num_units = stages[0].busy.shape[0]
     times = []
     for stage, start, end in zip(stages, (0, *cuts), (*cuts, num_units), strict=True):
-        each = float(stage.work[start, end]) / frame.num_micro_batches
-        times.append(StageTimes(each / 3, each / 3, each / 3, float(stage.once[start, end])))
-    hops = Hops((0.0,) * len(cuts), (0.0,) * len(cuts))
+        once = float(stage.once[start, end])
+        each = max(0.0, float(stage.busy[start, end]) - once) / frame.num_micro_batches
+        times.append(StageTimes(each / 3, each / 3, each / 3, once))
+    hops = Hops((hop_seconds,) * len(cuts), (hop_seconds,) * len(cuts))
     return step_seconds_only(frame.schedule, times, hops, frame.grid.num_ranks, frame.num_micro_batches)
 
 

@@ -64,6 +64,7 @@ class Evaluator:
         self._prepared: dict[object, Prepared] = {}
         self._solved: dict[object, tuple[OpGraph, Solved]] = {}
         self._solvers: dict[object, StageSolver] = {}
+        self._families: dict[object, tuple[OpGraph, Solved]] = {}  # the first solution, whatever is in flight
 
     def styles(self, frame: Frame) -> list[Style]:
         """The styles of boundaries that may be tried; the batch split over every axis first."""
@@ -111,7 +112,7 @@ class Evaluator:
             site = self._site(frame, mesh, rank, count, share)
             found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), to_beat_seconds)
             solved.append(found)
-            if found.candidate.stage is None:
+            if found.candidate.stage is None or found.candidate.assignment.cost_seconds >= to_beat_seconds:
                 break
             parameters = found.candidate.stage.parameters
             storage.update((v, frozenset([parameters[v].storage])) for v in storage if v in parameters)
@@ -204,9 +205,22 @@ class Evaluator:
         key = (_structure(graph), self._where(site), tuple(boundary.values()), tied)
         known = self._solved.get(key)
         if known is None:
-            known = self._solved[key] = (graph, self._solver(graph, site, boundary, storage).best(to_beat_seconds))
+            family = (key[0], self._where(replace(site, in_flight=1)), *key[2:])
+            solver = self._solver(graph, site, boundary, storage)
+            solved = self._with_fewer_in_flight(solver, graph, self._families.get(family))
+            known = self._solved[key] = (graph, solved or solver.best(to_beat_seconds))
+            self._families.setdefault(family, known)
         like, solved = known
         return solved if like is graph else _renamed(solved, like, graph)
+
+    @staticmethod
+    def _with_fewer_in_flight(
+        solver: StageSolver, graph: OpGraph, known: tuple[OpGraph, Solved] | None
+    ) -> Solved | None:
+        """The solution of a like stage with more micro-batches in flight, if no memory was wanting there."""
+        if known is None or not known[1].unlimited or known[1].candidate.costed.setting.in_flight < solver.site.in_flight:
+            return None
+        return solver.repeated(known[1], known[0], graph)
 
     def _where(self, site: Site) -> object:
         return replace(site, first_rank=0), kind_of(self.cost_model.cluster, site.first_rank, site.mesh.num_devices)

@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from autopar.batching import at_batch
 from autopar.costing import Costed, Prepared, build, prepare
@@ -32,9 +32,9 @@ from autopar.search.chaining import chain_of
 from autopar.search.clock import Clock
 from autopar.search.evaluate import Evaluated, Evaluator, Style
 from autopar.search.pricing import Priced
-from autopar.search.space import Frame, Grid, Meshes, frames, grids, kind_of, micro_batch_counts, tried_after
+from autopar.search.space import Frame, Grid, Meshes, counts_of, frames, grids, kind_of, micro_batch_counts, tried_after
 from autopar.search.stages import Solve
-from autopar.staging import stage_graphs
+from autopar.staging import cut_points, stage_graphs
 from cost_models import CostModel
 
 MAX_PRICINGS = 400
@@ -151,7 +151,7 @@ class JointSearch:
     def _try_after(self, frame: Frame) -> None:
         """The best plan's grid and micro-batches with the schedules of which no good bound is known."""
         for other in tried_after(frame, self.chain.num_units):
-            bound = bound_of(other, self._of_ranks(other), True, self.best_seconds)
+            bound = bound_of(other, self._of_ranks(other), True, self.best_seconds, self._hop_seconds(other))
             if bound.cuts is not None and bound.estimate_seconds < self.best_seconds:
                 self._add(other, bound.cuts, [self._best_style(other)])
 
@@ -185,7 +185,9 @@ class JointSearch:
         self._num_bounded += 1
         within = entry.step == PRICED
         with self.clock.phase("bound"):
-            bound = bound_of(entry.frame, self._of_ranks(entry.frame), within, self.best_seconds)
+            bound = bound_of(
+                entry.frame, self._of_ranks(entry.frame), within, self.best_seconds, self._hop_seconds(entry.frame)
+            )
         seconds = max(entry.seconds, bound.seconds)
         self._looked_at[entry.frame] = (seconds, seconds if bound.cuts is None else max(seconds, bound.estimate_seconds))
         if bound.cuts is None:
@@ -201,7 +203,7 @@ class JointSearch:
         """A lower bound of the bytes that any plan needs on its fullest device; infinite where nothing is allowed at all."""
         found = math.inf
         for grid in self.grids:
-            for frame in frames(grid, self.counts[-1:], self.chain.num_units, self.options):
+            for frame in frames(grid, self._counts_of(grid)[-1:], self.chain.num_units, self.options):
                 if frame.num_stages == grid.num_ranks:
                     found = min(found, least_bytes(frame, self._of_ranks(frame)))
         return found
@@ -211,10 +213,13 @@ class JointSearch:
     def _frames(self) -> Iterator[tuple[Frame, float]]:
         """All frames with the bound of their grid; large micro-batches first."""
         for grid in self.grids:
-            mine = list(frames(grid, self.counts, self.chain.num_units, self.options))
+            mine = list(frames(grid, self._counts_of(grid), self.chain.num_units, self.options))
             if mine:
                 self._note_each(grid, min(frame.num_micro_batches for frame in mine))
             yield from ((frame, self._grid_bound(frame)) for frame in mine)
+
+    def _counts_of(self, grid: Grid) -> list[int]:
+        return counts_of(grid, self.counts, self.graph.batch_size)
 
     def _note_each(self, grid: Grid, num_micro_batches: int) -> None:
         """Remember the least seconds of one micro-batch through all stages, on whichever of the grid's devices is fastest."""
@@ -231,6 +236,21 @@ class JointSearch:
         count = frame.num_micro_batches
         per_step = max(each * fewer for fewer, each in self._each[frame.grid] if fewer <= count)
         return _grid_bound(frame, per_step / count)
+
+    def _hop_seconds(self, frame: Frame) -> float:
+        """About what it takes to send a micro-batch from the first stage to the second, cut over all devices."""
+        if frame.num_stages == 1:
+            return 0.0
+        size = math.prod(frame.grid.mesh_shape)
+        first, second = (frame.grid.order[rank] * size for rank in (0, 1))
+        num_bytes = self._crossing_bytes / frame.num_micro_batches / size
+        return self.cost_model.hop_seconds(first, second, size, num_bytes)
+
+    @cached_property
+    def _crossing_bytes(self) -> float:
+        """Bytes of the whole batch that cross the cut in the middle of the model."""
+        points = cut_points(self.graph)
+        return float(sum(self.graph.values[value].num_bytes for value in points[len(points) // 2].values))
 
     def _of_ranks(self, frame: Frame) -> list[Stretches]:
         return [
@@ -293,7 +313,7 @@ class JointSearch:
         size = math.ceil(self.graph.batch_size / frame.num_micro_batches)
         if size not in self._middles:
             third = len(starts) // 3
-            cuts = (starts[third], starts[-1 - third]) if third and len(starts) > 2 else ()
+            cuts = (starts[third], starts[-1 - third]) if 0 < third < len(starts) - 1 - third else ()
             stages = stage_graphs(at_batch(self.short.graph, size), cuts)
             self._middles[size] = stages[1] if len(stages) > 2 else None
         key = (frame.grid, size)

@@ -102,6 +102,15 @@ def micro_batch_counts(batch_size: int, options: PlanOptions, may_split: bool) -
     return [count for count in range(1, batch_size + 1) if batch_size % count == 0] if may_split else [1]
 
 
+def counts_of(grid: Grid, counts: Sequence[int], batch_size: int) -> list[int]:
+    """Of the numbers of micro-batches, those whose samples the data axes of a grid share out evenly; where none does, those
+    that have a sample for every share, or else the least."""
+    shares = math.prod(size for size, role in zip(grid.mesh_shape, grid.roles, strict=True) if role == "data")
+    sizes = {count: math.ceil(batch_size / count) for count in counts}
+    even = [count for count in counts if sizes[count] % shares == 0]
+    return even or [count for count in counts if sizes[count] >= shares] or [min(counts)]
+
+
 def frames(grid: Grid, counts: Sequence[int], num_units: int, options: PlanOptions) -> Iterator[Frame]:
     """All schedules on a grid that can run, for each number of micro-batches."""
     forced = options.parallelism.schedule

@@ -16,7 +16,7 @@ from autopar.costing import Costed, Prepared, build
 from autopar.costing.candidate import Candidate
 from autopar.costing.operators import Role
 from autopar.costing.setting import Setting
-from autopar.fitting import fit, unlimited
+from autopar.fitting import candidate_of, fit, unlimited
 from autopar.graph import OpGraph
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -24,10 +24,11 @@ from autopar.options import PlanOptions
 from autopar.plans import StagePlan
 from autopar.recompute import MODES
 from autopar.solver import Assignment, Problem
+from autopar.solver.problem import answer
 from cost_models import CostModel, StageTimes
 
 Solve = Callable[[Problem], Assignment]
-EXHAUSTIVE_BLOCKS = 6  # with so few blocks, every division of them among the modes is tried
+EXHAUSTIVE_BLOCKS = 6  # with so few blocks, and no gap allowed, every division of them among the modes is tried
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Solved:
     @property
     def fits(self) -> bool:
         return self.candidate.stage is not None
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether it fits and is as fast as any without regard to memory, nothing recomputed."""
+        return self.fits and _is_unlimited(self.candidate) and "none" == _only(self.candidate.costed.setting.recompute)
 
     @property
     def plan(self) -> StagePlan:
@@ -110,11 +116,25 @@ class StageSolver:
         """The fastest way to run the stage that fits."""
         found = self._fitted((len(self.blocks), 0, 0), to_beat_seconds) if self._may_keep_all() else None
         if found is None or not _is_unlimited(found):  # else no memory is wanting: recomputing only costs
-            few = len(self.blocks) <= EXHAUSTIVE_BLOCKS or self.options.parallelism.recompute is not None
+            few = self.options.parallelism.recompute is not None or (
+                not self.options.gap and len(self.blocks) <= EXHAUSTIVE_BLOCKS
+            )
             beat = min(to_beat_seconds, _seconds(found) if found is not None and found.stage is not None else math.inf)
             others = self._each(beat) if few else self._as_few_as_fit(beat)
             found = min([*([found] if found else []), *others], key=_rank)
         return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
+
+    def repeated(self, solved: Solved, like: OpGraph, graph: OpGraph) -> Solved | None:
+        """The same choices in this stage, which is like the one they were made for; None if its nodes are others."""
+        costed = self.costed((len(self.blocks), 0, 0))
+        choices = solved.candidate.assignment.choices
+        theirs = solved.candidate.costed.problem
+        assert choices is not None
+        sizes = [[costs.size for costs in problem.node_costs_seconds] for problem in (costed.problem, theirs)]
+        if sizes[0] != sizes[1] or [op.target for op in like.operators] != [op.target for op in graph.operators]:
+            return None
+        found = candidate_of(costed, answer(costed.problem, choices, costed.problem.cost_of(choices)), self.site.available_bytes)
+        return Solved(found, times_of(found)) if found.stage is not None and not found.missing_bytes else None
 
     def _may_keep_all(self) -> bool:
         return self.options.parallelism.recompute in (None, "none")
@@ -167,6 +187,12 @@ class StageSolver:
             return replace(free, stage=None)
         fitted = fit(self.costed(counts), self.site.available_bytes, self.solve, to_beat_seconds, explain=False)
         return fitted if fitted.stage is not None or math.isfinite(fitted.peak_bytes) else replace(free, stage=None)
+
+
+def _only(modes: Mapping[str, str]) -> str:
+    """The one mode of all blocks; empty where they differ."""
+    found = set(modes.values()) or {"none"}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:

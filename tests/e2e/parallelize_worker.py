@@ -41,7 +41,7 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 def spread(model: nn.Module, num_ranks: int) -> Parallel:
     """The model on all ranks by the plan that this number of ranks has in these tests."""
-    parallelism = autopar.Parallelism(**LEVELS[num_ranks])
+    parallelism = autopar.Parallelism(pipeline=1, micro_batch_size=BATCH, **LEVELS[num_ranks])
     return parallelize(model, None, make_batch(), parallelism=parallelism, device="cpu")
 
 

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.e2e
 def run_compiled_llama() -> None:
     torch.manual_seed(0)
     model, inputs = llama(4, layers=2)
-    made = plan(model, Cluster.local(2, memory_bytes=2**33, num_cores=2), inputs, parallelism=Parallelism(tensor=2))
+    forced = Parallelism(pipeline=1, micro_batch_size=4, tensor=2)
+    made = plan(model, Cluster.local(2, memory_bytes=2**33, num_cores=2), inputs, parallelism=forced)
     source = generate(made, trace(model, inputs).graph)
     values = values_of(model)
     losses = []

@@ -24,7 +24,8 @@ def planned(**degrees: Any) -> tuple[nn.Module, Plan, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, inputs = models.mlp(8)
     graph = trace(model, inputs, loss_fn=models.cross_entropy).graph
-    return model, plan_graph(graph, Cluster.local(2), PlanOptions(parallelism=Parallelism(**degrees))), inputs
+    parallelism = Parallelism(pipeline=1, micro_batch_size=8, **degrees)
+    return model, plan_graph(graph, Cluster.local(2), PlanOptions(parallelism=parallelism)), inputs
 
 
 def test_on_processes() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from tests.support import models
 
 Built = tuple[nn.Module, dict[str, torch.Tensor]]
 BATCH = 6
+WHOLE = 7  # as many samples as any batch here has
 LAYERS = 2
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (4,), (2, 2), (2, 3))
@@ -87,16 +88,17 @@ class Case:
 
     @property
     def parallelism(self) -> Parallelism:
-        """What is forced."""
+        """What is forced, beside one stage and one micro-batch."""
         devices = math.prod(self.mesh)
+        whole = Parallelism(pipeline=1, micro_batch_size=WHOLE)
         if self.plan == "searched":
-            return Parallelism()
+            return whole
         if self.plan == "tensor":
-            return Parallelism(tensor=devices)
+            return replace(whole, tensor=devices)
         if self.plan == "data x tensor":
-            return Parallelism(data=self.mesh[0], tensor=self.mesh[1])
+            return replace(whole, data=self.mesh[0], tensor=self.mesh[1])
         zero = int(self.plan[-1]) if self.plan.startswith("zero") else 0
-        return Parallelism(data=devices, zero=zero)
+        return replace(whole, data=devices, zero=zero)
 
 
 def all_cases() -> Iterator[Case]:

@@ -107,6 +107,6 @@ class Transposed(nn.Module):
 
 def test_a_parameter_that_is_not_contiguous_is_gathered_as_often_as_planned() -> None:
     model, inputs = Transposed(), {"x": torch.randn(6, 8)}
-    options = PlanOptions(parallelism=Parallelism(data=2, zero=3))
+    options = PlanOptions(parallelism=Parallelism(data=2, zero=3, pipeline=1, micro_batch_size=6))
     plan = plan_graph(trace(model, inputs).graph, Cluster.local(2), options)
     verify(model, plan, inputs, count_collectives=True).require()

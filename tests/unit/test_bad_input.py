@@ -119,7 +119,7 @@ def test_a_step_with_inputs_of_another_structure() -> None:
 def engines(model: nn.Module, inputs: dict[str, torch.Tensor], ranks: int, steps: Any, **forced: int) -> list[Any]:
     """What ``steps(engine)`` returns on every simulated rank."""
     graph = trace(model, inputs).graph
-    options = autopar.PlanOptions(parallelism=autopar.Parallelism(**forced))
+    options = autopar.PlanOptions(parallelism=autopar.Parallelism(pipeline=1, micro_batch_size=4, **forced))
     plan = plan_graph(graph, Cluster.local(ranks, memory_bytes=8 * 2**30, num_cores=ranks), options)
     source = generate(plan, graph)
     state = model.state_dict()
@@ -223,7 +223,13 @@ def test_a_model_that_is_too_large_names_the_memory_and_the_devices_that_would_d
         (lambda: autopar.Parallelism(data=0), ("data=0", "at least 1")),
         (lambda: autopar.Parallelism(tensor=2.0), ("tensor=2.0", "whole number")),  # type: ignore[arg-type]
         (lambda: autopar.Parallelism(zero=4), ("zero=4", "0, 1, 2 or 3")),
-        (lambda: autopar.Parallelism(pipeline=2), ("pipeline=2", "one stage")),
+        (lambda: autopar.Parallelism(pipeline=0), ("pipeline=0", "at least 1")),
+        (lambda: autopar.Parallelism(context=2), ("context=2", "leave context out")),
+        (lambda: autopar.Parallelism(schedule="2f2b"), ("'2f2b'", "1f1b, interleaved_1f1b")),
+        (lambda: autopar.Parallelism(recompute="all"), ("'all'", "none, selective, full")),
+        (lambda: autopar.Parallelism(data=4, micro_batch_size=2), ("data=4, micro_batch_size=2", "4 or more")),
+        (lambda: autopar.PlanOptions(gap=1), ("gap=1", "fraction")),
+        (lambda: autopar.PlanOptions(max_evaluations=0), ("max_evaluations=0", "at least 1")),
         (lambda: autopar.PlanOptions(optimizer="adamw8"), ("adamw8", "adamw")),
         (lambda: autopar.PlanOptions(memory_margin=1.0), ("memory_margin=1.0", "fraction")),
         (lambda: autopar.PlanOptions(time_limit_seconds=0), ("time_limit_seconds=0", "above 0")),
@@ -277,7 +283,7 @@ def test_a_plan_of_another_schema_version(plan_file: Path, tmp_path: Path) -> No
     document = json.loads(plan_file.read_text())
     path = tmp_path / "newer.json"
     path.write_text(json.dumps({**document, "schema_version": 99}))
-    with raises(PlanFileError, str(path), "schema version 99", "reads version 1", "plan the model again"):
+    with raises(PlanFileError, str(path), "schema version 99", "reads version 2", "plan the model again"):
         autopar.Plan.load(path)
     path.write_text("[]")
     with raises(PlanFileError, "schema version None"):

@@ -48,7 +48,7 @@ def test_plan_report_and_verify(model_file: Path, tmp_path: Path, capsys: pytest
     assert main(["plan", model, "--cluster", "local:4", "--data", "2", "--tensor", "2", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert "mesh  data=2 x tensor=2" in printed.out and f"written to {out}" in printed.out
-    assert "mesh 2 x 2" in printed.err, "progress goes to stderr"
+    assert "pricing 2 x 2" in printed.err, "progress goes to stderr"
 
     assert main(["report", str(out)]) == 0
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The search finds by itself what experts choose by hand, where it is the best."""
+"""The search finds by itself what experts choose by hand, where it is the best. One stage and one micro-batch here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autopar.codegen.ledger import ledger
 from autopar.graph import OpGraph
+from autopar.options import Parallelism, PlanOptions
 from autopar.planner import plan_graph
 from autopar.plans import Plan, Resolved
 from autopar.reshard import steps
@@ -16,6 +17,7 @@ from autopar.tracing import trace
 from cost_models import Cluster
 
 HIDDEN = 8192
+WHOLE = PlanOptions(parallelism=Parallelism(pipeline=1, micro_batch_size=256, recompute="none"))
 
 
 def llama(layers: int, batch: int, sequence: int, hidden: int = HIDDEN, heads: int = 64, inner: int = 28672) -> OpGraph:
@@ -66,7 +68,7 @@ def block_sums(plan: Plan, graph: OpGraph, block: int) -> Counter[str]:
 
 def test_tensor_parallelism_where_weights_dominate() -> None:
     graph = llama(layers=10, batch=8, sequence=64)
-    plan = plan_graph(graph, Cluster.homogeneous(num_nodes=1, devices_per_node=8))
+    plan = plan_graph(graph, Cluster.homogeneous(num_nodes=1, devices_per_node=8), WHOLE)
     mesh = plan.stages[0].mesh
     assert mesh.shape == (8,) and mesh.names == ("tensor",)
     found = labels(plan, graph, 0)
@@ -79,7 +81,7 @@ def test_tensor_parallelism_where_weights_dominate() -> None:
 def test_tensor_inside_the_nodes_and_data_across_them() -> None:
     graph = llama(layers=12, batch=64, sequence=768, inner=16384)
     cluster = Cluster.homogeneous(num_nodes=4, devices_per_node=8, inter_link="InfiniBand-HDRx4")
-    plan = plan_graph(graph, cluster)
+    plan = plan_graph(graph, cluster, WHOLE)
     mesh = plan.stages[0].mesh
     assert mesh.shape == (4, 8) and mesh.names == ("data", "tensor"), str(mesh)
     across, inside = labels(plan, graph, 0), labels(plan, graph, 1)
@@ -92,7 +94,7 @@ def test_tensor_inside_the_nodes_and_data_across_them() -> None:
 def test_zero_where_activations_dominate_and_states_do_not_fit() -> None:
     graph = llama(layers=24, batch=16, sequence=4096, hidden=4096, heads=32, inner=11008)
     cluster = Cluster.homogeneous(num_nodes=1, devices_per_node=8)
-    plan = plan_graph(graph, cluster)
+    plan = plan_graph(graph, cluster, WHOLE)
     assert plan.stages[0].mesh.names == ("data",)
     found = labels(plan, graph, 0)
     assert all(letters == {"b0"} for letters in found.values()), found
@@ -110,7 +112,7 @@ def test_pure_data_parallelism_for_a_small_model() -> None:
     with torch.device("meta"):
         model, tokens = GPT2LMHeadModel(config), torch.empty(256, 256, dtype=torch.long)
     graph = trace(model, {"input_ids": tokens, "labels": tokens}).graph
-    plan = plan_graph(graph, Cluster.homogeneous(num_nodes=1, devices_per_node=8))
+    plan = plan_graph(graph, Cluster.homogeneous(num_nodes=1, devices_per_node=8), WHOLE)
     assert plan.stages[0].mesh.shape == (8,) and plan.stages[0].mesh.names == ("data",)
     assert {parameter.zero for parameter in plan.stages[0].parameters.values()} == {0}
     sent = {entry.phase for entry in ledger(plan, graph)}
@@ -120,4 +122,4 @@ def test_pure_data_parallelism_for_a_small_model() -> None:
 def test_plan_is_the_same_twice() -> None:
     graph = llama(layers=2, batch=8, sequence=64, hidden=256, heads=4, inner=512)
     cluster = Cluster.homogeneous(num_nodes=1, devices_per_node=4)
-    assert plan_graph(graph, cluster).to_json() == plan_graph(graph, cluster).to_json()
+    assert plan_graph(graph, cluster, WHOLE).to_json() == plan_graph(graph, cluster, WHOLE).to_json()

@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autopar import runtime
 from autopar.codegen import generate
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Shard
+from autopar.options import Parallelism, PlanOptions
 from autopar.planner import plan_graph
 from autopar.reshard import COLLECTIVES, step_name, steps
 from autopar.runtime import steps as runtime_steps
@@ -45,7 +46,8 @@ def program(layers: int) -> str:
     with torch.device("meta"):
         model, ids = GPT2LMHeadModel(config), torch.empty(8, 512, dtype=torch.long)
     graph = trace(model, {"input_ids": ids, "labels": ids}).graph
-    return generate(plan_graph(graph, Cluster.homogeneous(num_nodes=1, devices_per_node=8)), graph)
+    options = PlanOptions(parallelism=Parallelism(pipeline=1, micro_batch_size=8))
+    return generate(plan_graph(graph, Cluster.homogeneous(num_nodes=1, devices_per_node=8), options), graph)
 
 
 def test_program_of_96_layers_is_as_long_as_that_of_4() -> None:

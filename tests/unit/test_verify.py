@@ -27,14 +27,19 @@ from tests.support.pipelines import even_cuts, pipeline_plan
 from tests.support.plans import make_plan
 
 LOSS = {"mlp": models.cross_entropy}
+BATCH = 32  # as many samples as any batch here has
+
+
+def whole(**degrees: Any) -> PlanOptions:
+    """One stage and one micro-batch, with the degrees given."""
+    return PlanOptions(parallelism=Parallelism(pipeline=1, micro_batch_size=BATCH, **degrees))
 
 
 def planned(name: str, num_devices: int, **degrees: Any) -> tuple[nn.Module, Plan, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, inputs = models.ZOO[name](8)
     graph = trace(model, inputs, loss_fn=LOSS.get(name)).graph
-    options = PlanOptions(parallelism=Parallelism(**degrees))
-    return model, plan_graph(graph, Cluster.local(num_devices), options), inputs
+    return model, plan_graph(graph, Cluster.local(num_devices), whole(**degrees)), inputs
 
 
 def errors(found: Verification) -> dict[str, float]:
@@ -188,7 +193,7 @@ class Mixed(nn.Module):
 def test_lower_types_are_verified_in_double() -> None:
     torch.manual_seed(0)
     model, inputs = Mixed(), {"x": torch.randn(4, 8).bfloat16()}
-    plan = plan_graph(trace(model, inputs).graph, Cluster.local(2), PlanOptions(parallelism=Parallelism(tensor=2)))
+    plan = plan_graph(trace(model, inputs).graph, Cluster.local(2), whole(tensor=2))
     verify(model, plan, inputs, count_collectives=True).require()
 
 
@@ -209,8 +214,7 @@ class Untyped(nn.Module):
 def test_types_left_to_torch_complex_parameters_and_parameters_as_outputs() -> None:
     torch.manual_seed(0)
     model, inputs = Untyped(), {"x": torch.randn(8, 8)}
-    options = PlanOptions(parallelism=Parallelism(data=2, zero=1))
-    plan = plan_graph(trace(model, inputs).graph, Cluster.local(2), options)
+    plan = plan_graph(trace(model, inputs).graph, Cluster.local(2), whole(data=2, zero=1))
     verify(model, plan, inputs, count_collectives=True).require()
     verify(model, plan, inputs, processes=True).require()
 
@@ -228,7 +232,7 @@ def test_a_loss_in_an_object_of_the_users() -> None:
             return Result(super().forward(x).square().mean())
 
     model, inputs = Model(8, 8), (torch.randn(4, 8),)
-    verify(model, plan_graph(trace(model, inputs).graph, Cluster.local(2)), inputs).require()
+    verify(model, plan_graph(trace(model, inputs).graph, Cluster.local(2), whole()), inputs).require()
 
 
 def test_a_gradient_of_zero_does_not_decide_the_step() -> None:
@@ -239,19 +243,23 @@ def test_a_gradient_of_zero_does_not_decide_the_step() -> None:
     def loss_fn(outputs: Tensor, given: Any) -> Tensor:
         return 1e3 * outputs.exp().mean()
 
-    plan = plan_graph(trace(model, inputs, loss_fn=loss_fn).graph, Cluster.local(3), PlanOptions())
+    plan = plan_graph(trace(model, inputs, loss_fn=loss_fn).graph, Cluster.local(3), whole())
     verify(model, plan, inputs, loss_fn=loss_fn).require()
+
+
+def mean(outputs: Tensor, given: Any) -> Tensor:
+    return outputs.mean()
 
 
 def test_a_loss_without_gradient_and_a_model_that_fails_by_itself() -> None:
     model, inputs = nn.Linear(8, 8).requires_grad_(False), (torch.randn(4, 8),)
-    plan = plan_graph(trace(model, inputs, loss_fn=lambda outputs, given: outputs.mean()).graph, Cluster.local(2))
+    plan = plan_graph(trace(model, inputs, loss_fn=mean).graph, Cluster.local(2), whole())
     with pytest.raises(InputError, match="loss of Linear depends on no trainable parameter"):
-        verify(model, plan, inputs, loss_fn=lambda outputs, given: outputs.mean())
+        verify(model, plan, inputs, loss_fn=mean)
     table, ids = nn.Embedding(4, 8), (torch.tensor([1, 2, 9, 3]),)
-    plan = plan_graph(trace(table, ids, loss_fn=lambda outputs, given: outputs.mean()).graph, Cluster.local(2))
+    plan = plan_graph(trace(table, ids, loss_fn=mean).graph, Cluster.local(2), whole())
     with pytest.raises(InputError, match=r"Embedding itself, without autopar, fails .* IndexError"):
-        verify(table, plan, ids, loss_fn=lambda outputs, given: outputs.mean())
+        verify(table, plan, ids, loss_fn=mean)
 
 
 def test_meta_models_get_random_values() -> None:
