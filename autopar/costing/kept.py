@@ -71,6 +71,10 @@ class KeptBytes:
                 for index, names in enumerate(members):
                     self.run_of.update(dict.fromkeys(names, (block.path, index)))
 
+    def is_full(self, run: Run) -> bool:
+        """Whether a run is a whole block."""
+        return self._modes[run[0]] == "full"
+
     def kind(self, block: Block) -> Hashable:
         """Blocks of one kind cost and keep the same."""
         if not self.run_of:

@@ -28,6 +28,7 @@ from autopar.graph import ITEM_BYTES, Block, BlockGroup, Operator
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
+from autopar.sharing import Reader
 from autopar.solver import Edge, Problem, Repeat
 from cost_models import CostModel
 
@@ -54,6 +55,8 @@ class Costed:
     parameter_tables: dict[str, ParameterTable]
     shared_columns: dict[str, LayoutColumn]
     edges_forward: tuple[FloatArray | None, ...] = ()  # seconds of the forward pass of one micro-batch, for each edge
+    edges_made: tuple[FloatArray | None, ...] = ()  # bytes of the tensor that its conversion makes
+    edges_reader: tuple[Reader | str, ...] = ()  # for whom: one reader, or a sharing group's key
 
     def operator_table(self, operator: str) -> OperatorTable:
         return self.operator_tables[self.prepared.name(operator)]
@@ -77,6 +80,8 @@ class _Builder:
     memory: list[FloatArray | None] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     forward: list[FloatArray | None] = field(default_factory=list)
+    made: list[FloatArray | None] = field(default_factory=list)
+    readers: list[Reader | str] = field(default_factory=list)
     kept: dict[Hashable, object] = field(default_factory=dict)
     tables: dict[str, OperatorTable] = field(default_factory=dict)
     inputs: dict[str, LayoutColumn] = field(default_factory=dict)
@@ -131,6 +136,7 @@ def build(
     return Costed(
         mesh, tuple(roles), prepared, builder.conversions, setting, problem, builder.nodes,
         builder.tables, builder.inputs, builder.parameters, builder.shared, tuple(builder.forward),
+        tuple(builder.made), tuple(builder.readers),
     )  # fmt: skip
 
 
@@ -258,7 +264,7 @@ def _add_shared(builder: _Builder) -> None:
         builder.node(key, builder.once(("nothing", len(column.distinct)), np.zeros, len(column.distinct)), None)
         flows = any(prepared.flows(graph.operator_of[operator], index) for operator, index in alike.items())
         saves = any(_saves(prepared, operator, index) for operator, index in alike.items())
-        _connect(builder, value, key, name, column, flows, saves)
+        _connect(builder, value, key, name, column, flows, saves, key)
 
 
 def _saves(prepared: Prepared, operator: str, index: int) -> bool:
@@ -294,9 +300,12 @@ def _add_edge(builder: _Builder, operator: Operator, index: int) -> None:
         costs = builder.once(("same", id(shared), name, index), _same, shared, column)
         builder.edges.append(Edge(builder.nodes[key], builder.nodes[operator.id], costs))
         builder.forward.append(None)
+        builder.made.append(None)
+        builder.readers.append((operator.id, index))
     elif prepared.graph.values[value].kind not in ("buffer", "constant"):
         saves = _saves(prepared, name, index)
-        _connect(builder, value, operator.id, (name, index), column, prepared.flows(operator, index), saves)
+        flows = prepared.flows(operator, index)
+        _connect(builder, value, operator.id, (name, index), column, flows, saves, (operator.id, index))
 
 
 def _same(source: LayoutColumn, target: LayoutColumn) -> FloatArray:
@@ -308,26 +317,36 @@ def _same(source: LayoutColumn, target: LayoutColumn) -> FloatArray:
 
 
 def _connect(
-    builder: _Builder, value: str, target: str, reader: Hashable, column: LayoutColumn, flows: bool, saves: bool
+    builder: _Builder,
+    value: str,
+    target: str,
+    reader: Hashable,
+    column: LayoutColumn,
+    flows: bool,
+    saves: bool,
+    made_for: Reader | str,
 ) -> None:
     """The edge that prices the conversion of ``value`` for the node ``target``."""
     node, source = _source_column(builder, value)
     role = builder.kept_by.edge(value, target)
     key = (builder.prepared.name(value), reader, flows, saves, role)
 
-    def arrays() -> tuple[FloatArray, FloatArray | None, FloatArray]:
+    def arrays() -> tuple[FloatArray, FloatArray | None, FloatArray, FloatArray | None]:
         described = builder.prepared.graph.values[value]
         prices = builder.conversions.prices(described, source.distinct, column.distinct, flows)
         spread = np.ix_(source.which, column.which)
-        made = role.bytes_of(saves, prices)
-        memory = np.ascontiguousarray(made[spread])[None] if made is not None and made.any() else None
+        held = role.bytes_of(saves, prices)
+        memory = np.ascontiguousarray(held[spread])[None] if held is not None and held.any() else None
         seconds = prices.seconds + prices.forward_seconds if role.again else prices.seconds
         costs = np.ascontiguousarray(seconds[spread]) * builder.setting.num_micro_batches
         if described.kind == "parameter" and flows:
             costs[_sums_gradient(source, column)[spread]] = np.inf
-        return costs, memory, prices.forward_seconds[spread]
+        all_made = prices.made_bytes[spread] if prices.made_bytes.any() else None
+        return costs, memory, prices.forward_seconds[spread], all_made
 
-    costs, memory, forward = builder.once(key, arrays)
+    costs, memory, forward, made = builder.once(key, arrays)
+    builder.made.append(made)
+    builder.readers.append(made_for)
     builder.edges.append(Edge(builder.nodes[node], builder.nodes[target], costs, memory))
     builder.forward.append(forward)
 

@@ -61,6 +61,8 @@ class Stretches:
     num_micro_batches: int
     _work: dict[tuple[int, bool], FloatArray] = field(default_factory=dict)
     _limited: dict[int, FloatArray] = field(default_factory=dict)
+    _best_multipliers: dict[tuple[int, float], float] = field(default_factory=dict)
+    _refined: set[int] = field(default_factory=set)
     _charged: dict[int, list[_Charged]] = field(default_factory=dict)
     _bytes: dict[int, FloatArray] = field(default_factory=dict)
     _basic: FloatArray | None = None
@@ -79,7 +81,7 @@ class Stretches:
         key = (self._place(flying), within_memory)
         if key not in self._work:
             basics = self._basics()
-            fits = self.least_bytes(flying) <= self.priced.available_bytes
+            fits = self.least_bytes(flying) <= self._budget
             work = np.where(fits, self.num_micro_batches * basics[EACH], np.inf)
             self._work[key] = np.maximum(work, self._within_memory(self._place(flying), 0.0)) if within_memory else work
         return self._work[key]
@@ -140,6 +142,11 @@ class Stretches:
         return self.priced.fastest(fast) * (1 - 10 * LITTLE)
 
     @cached_property
+    def _budget(self) -> FloatArray:
+        """(starts, ends): bytes that may be kept."""
+        return self.priced.budgets()
+
+    @cached_property
     def _flying(self) -> tuple[int, ...]:
         """Numbers in flight that are told apart; others are taken for the next smaller of these."""
         return tuple(2**power for power in range(self.num_micro_batches.bit_length()))
@@ -150,19 +157,34 @@ class Stretches:
     def _within_memory(self, place: int, once: float) -> FloatArray:
         """The dual bound over a few multipliers: max of [least (seconds + multiplier x bytes) - multiplier x budget]. The
         seconds are those of all micro-batches, and ``once`` times those that are spent once."""
-        count, budget = self._flying[place], self.priced.available_bytes
-        typical = self._typical_multiplier(place)
+        count, budget = self._flying[place], self._budget
         best: FloatArray | None = None
-        grid = typical * np.array([0.3, 2.0, 12.0])
+        most = 1
+        grid = self._typical_multiplier(place) * np.array([0.15, 0.3, 0.6])
         for _ in range(ROUNDS):
             weights = np.array([[self.num_micro_batches, once, m, m * count, 0.0, 0.0] for m in grid])
-            bounds = self.priced.costs(weights) - (grid * budget)[:, None, None]
+            bounds = self.priced.costs(weights) - grid[:, None, None] * budget
             top = bounds.max(axis=0)
             best = top if best is None else np.maximum(best, top)
             most = self._votes(bounds)
-            grid = grid[most] * np.array([0.4, 0.75, 1.6])
+            if most == 1:
+                break  # neither end of the grid is better
+            grid = grid[most] * (np.array([0.1, 0.3, 0.6]) if most == 0 else np.array([1.7, 4.0, 12.0]))
         assert best is not None
+        self._best_multipliers[place, once] = float(grid[most])
         return best
+
+    def refine(self, flying: int) -> None:
+        """Raise the bounds within memory of this number in flight with multipliers around the best one."""
+        place = self._place(flying)
+        if place in self._refined or place not in self._limited:
+            return
+        self._refined.add(place)
+        count, budget = self._flying[place], self._budget
+        grid = self._best_multipliers[place, 1.0] * np.array([0.7, 0.85, 1.2, 1.45])
+        weights = np.array([[self.num_micro_batches, 1.0, m, m * count, 0.0, 0.0] for m in grid])
+        bounds = (self.priced.costs(weights) - grid[:, None, None] * budget).max(axis=0)
+        self._limited[place] = np.maximum(self._limited[place], bounds)
 
     @staticmethod
     def _votes(bounds: FloatArray) -> int:
@@ -270,6 +292,16 @@ def _estimate(
         times.append(StageTimes(each / 3, each / 3, each / 3, once))
     hops = Hops((hop_seconds,) * len(cuts), (hop_seconds,) * len(cuts))
     return step_seconds_only(frame.schedule, times, hops, frame.grid.num_ranks, frame.num_micro_batches)
+
+
+def refine(frame: Frame, stretches: Sequence[Stretches]) -> None:
+    """Spend more work on the bounds of a frame's stages."""
+    flying = in_flight(frame.schedule, frame.grid.num_ranks, frame.num_stages, frame.num_micro_batches)
+    counts = set(flying) if frame.num_stages == 1 else {max(flying), min(flying)}
+    for here in dict.fromkeys(map(id, stretches)):
+        found = next(one for one in stretches if id(one) == here)
+        for count in counts:
+            found.refine(count)
 
 
 def least_bytes(frame: Frame, stretches: Sequence[Stretches]) -> float:

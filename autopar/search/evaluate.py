@@ -96,9 +96,19 @@ class Evaluator:
         return min(styles, key=lambda style: seconds[style])
 
     def evaluate(
-        self, frame: Frame, graph: OpGraph, cuts: Sequence[str], style: Style, to_beat_seconds: float = math.inf
+        self,
+        frame: Frame,
+        graph: OpGraph,
+        cuts: Sequence[str],
+        style: Style,
+        to_beat_seconds: float = math.inf,
+        enough_seconds: float = 0.0,
     ) -> Evaluated:
-        """The plan of one frame with these cuts. ``graph``: the whole model at the frame's micro-batch size."""
+        """The plan of one frame with these cuts. ``graph``: the whole model at the frame's micro-batch size.
+
+        A stage that takes ``to_beat_seconds`` or more ends the evaluation; a step of ``enough_seconds`` is good enough.
+        """
+        limits = to_beat_seconds, enough_seconds if frame.num_stages == 1 else 0.0
         graphs = stage_graphs(graph, cuts)
         mesh = Mesh(frame.grid.mesh_shape, tuple(f"axis{index}" for index in range(len(frame.grid.mesh_shape))))
         boundary = {
@@ -110,7 +120,7 @@ class Evaluator:
         shares = self._shares(frame, graphs, mesh, boundary, flying, storage)
         for stage, rank, count, share in zip(graphs, stage_ranks(frame), flying, shares, strict=True):
             site = self._site(frame, mesh, rank, count, share)
-            found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), to_beat_seconds)
+            found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), limits)
             solved.append(found)
             if found.candidate.stage is None or found.candidate.assignment.cost_seconds >= to_beat_seconds:
                 break
@@ -156,7 +166,7 @@ class Evaluator:
         free = []
         for stage, rank, count in zip(graphs, ranks, flying, strict=True):
             site = replace(self._site(frame, mesh, rank, count, 1.0), available_bytes=math.inf)
-            here = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), math.inf)
+            here = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), (math.inf, 0.0))
             free.append(here.candidate.peak_bytes)
         totals = [sum(size for size, other in zip(free, ranks, strict=True) if other == rank) for rank in ranks]
         return [size / total for size, total in zip(free, totals, strict=True)]
@@ -199,7 +209,7 @@ class Evaluator:
         site: Site,
         boundary: Mapping[str, Layout],
         storage: Mapping[str, frozenset[Layout]],
-        to_beat_seconds: float,
+        limits: tuple[float, float],
     ) -> Solved:
         tied = tuple(sorted(storage.items(), key=lambda item: item[0]))
         key = (_structure(graph), self._where(site), tuple(boundary.values()), tied)
@@ -208,7 +218,7 @@ class Evaluator:
             family = (key[0], self._where(replace(site, in_flight=1)), *key[2:])
             solver = self._solver(graph, site, boundary, storage)
             solved = self._with_fewer_in_flight(solver, graph, self._families.get(family))
-            known = self._solved[key] = (graph, solved or solver.best(to_beat_seconds))
+            known = self._solved[key] = (graph, solved or solver.best(*limits))
             self._families.setdefault(family, known)
         like, solved = known
         return solved if like is graph else _renamed(solved, like, graph)

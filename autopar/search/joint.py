@@ -27,7 +27,7 @@ from autopar.graph import OpGraph
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.recompute import MODES
-from autopar.search.bounds import Stretches, bound_of, least_bytes
+from autopar.search.bounds import Stretches, bound_of, least_bytes, refine
 from autopar.search.chaining import chain_of
 from autopar.search.clock import Clock
 from autopar.search.evaluate import Evaluated, Evaluator, Style
@@ -38,7 +38,7 @@ from autopar.staging import cut_points, stage_graphs
 from cost_models import CostModel
 
 MAX_PRICINGS = 400
-DIVE = 16  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
+DIVE = 60  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
 
 GRID, PRICED = range(2)  # how far the bound of a frame has come
@@ -63,6 +63,7 @@ class _Ready:
     seconds: float = field(compare=False)
     frame: Frame = field(compare=False)
     cuts: tuple[int, ...] = field(compare=False)
+    refined: bool = field(compare=False, default=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +139,11 @@ class JointSearch:
             since = 0
             if not ready or not self._worthwhile(ready[0]):
                 break
-            bounds.append(self._evaluate(heapq.heappop(ready)))
+            promising = heapq.heappop(ready)
+            if promising.refined:
+                bounds.append(self._evaluate(promising))
+            else:
+                self._refine_more(promising, ready)
         if self.best is not None and self.best.frame.grid.num_ranks > 1 and self.options.parallelism.schedule is None:
             self._try_after(self.best.frame)
         self._left = [*waiting, *ready]
@@ -300,12 +305,24 @@ class JointSearch:
         frame = entry.frame
         self.say(f"evaluating {frame.schedule}, {frame.num_stages} stages, {frame.num_micro_batches} micro-batches")
         if self.options.gap or self._num_cuts(frame) > ENUMERATED_CUTS:
-            self._add(frame, entry.cuts, [self._best_style(frame)])
+            self._add(frame, entry.cuts, [self._best_style(frame)], entry.seconds * (1 + self.options.gap / 2))
             return entry.seconds
         cuts = itertools.combinations(range(1, self.chain.num_units), frame.num_stages - 1)
         for ends in dict.fromkeys([entry.cuts, *cuts]):
             self._add(frame, ends, self.evaluator.styles(frame))
         return math.inf  # every plan of the frame is known
+
+    def _refine_more(self, entry: _Ready, ready: list[_Ready]) -> None:
+        """Better bounds of a frame that is about to be evaluated; it may turn out not to promise most."""
+        frame = entry.frame
+        with self.clock.phase("bound"):
+            refine(frame, self._of_ranks(frame))
+            bound = bound_of(frame, self._of_ranks(frame), True, math.inf, self._hop_seconds(frame))
+        seconds = max(entry.seconds, bound.seconds)
+        self._looked_at[frame] = (seconds, max(seconds, bound.estimate_seconds))
+        if bound.cuts is not None:
+            estimate = max(seconds, bound.estimate_seconds)
+            heapq.heappush(ready, _Ready(estimate, next(self._number), seconds, frame, bound.cuts, True))
 
     def _best_style(self, frame: Frame) -> Style:
         """The style of boundaries that suits a stage in the middle of the short model."""
@@ -321,12 +338,13 @@ class JointSearch:
             self._styles[key] = self.evaluator.best_style(frame, self._middles[size])
         return self._styles[key]
 
-    def _add(self, frame: Frame, ends: Sequence[int], styles: Sequence[Style]) -> None:
+    def _add(self, frame: Frame, ends: Sequence[int], styles: Sequence[Style], enough_seconds: float = 0.0) -> None:
         graph = self.graph_of(frame)
         cuts = tuple(self.chain.starts[end - 1] for end in ends)
         for style in styles:
             with self.clock.phase("evaluate"):
-                self.evaluated.append(self.evaluator.evaluate(frame, graph, cuts, style, self.best_seconds))
+                found = self.evaluator.evaluate(frame, graph, cuts, style, self.best_seconds, enough_seconds)
+                self.evaluated.append(found)
 
     def _num_cuts(self, frame: Frame) -> int:
         return math.comb(self.chain.num_units - 1, frame.num_stages - 1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.costing import Costed
 from autopar.costing.conversions import FloatArray
-from autopar.search.units import units_of
+from autopar.search.units import momentary_bytes, units_of
 from autopar.solver.chain import ROUNDING, Elimination, Table
 
 
@@ -65,6 +65,17 @@ class Priced:
             like = next(iter(self._costed.values()), None)
             self._costed[mode] = self.price(mode, like)
         return self._costed[mode]
+
+    def budgets(self) -> FloatArray:
+        """(starts, ends): the bytes that a stage of these units may keep: what is available less what it holds for a moment
+        in any case."""
+        by_kind = momentary_bytes(self._priced(self.plain), self.chain.short_starts)
+        held = np.array([by_kind[place.kind] for place in self.chain.places])
+        count = len(held)
+        result = np.full((count, count + 1), float(self.available_bytes))
+        for start in range(count):
+            result[start, start + 1 :] -= np.maximum.accumulate(held[start:])
+        return result
 
     def costs(self, weights: FloatArray, modes: Sequence[str] | None = None) -> FloatArray:
         """(weights, starts, ends): the least weighted cost of every run of units, its ports free, less rounding.

@@ -112,10 +112,11 @@ class StageSolver:
         pairs = [(some, full) for full in range(total + 1) for some in range(total + 1 - full)]
         return sorted(((total - s - f, s, f) for s, f in pairs), key=lambda counts: (counts[2], counts[1]))
 
-    def best(self, to_beat_seconds: float = math.inf) -> Solved:
-        """The fastest way to run the stage that fits."""
+    def best(self, to_beat_seconds: float = math.inf, enough_seconds: float = 0.0) -> Solved:
+        """The fastest way to run the stage that fits; what takes ``enough_seconds`` or less is not improved."""
         found = self._fitted((len(self.blocks), 0, 0), to_beat_seconds) if self._may_keep_all() else None
-        if found is None or not _is_unlimited(found):  # else no memory is wanting: recomputing only costs
+        enough = found is not None and found.stage is not None and _seconds(found) <= enough_seconds
+        if found is None or not (enough or _is_unlimited(found)):  # else no memory is wanting: recomputing only costs
             few = self.options.parallelism.recompute is not None or (
                 not self.options.gap and len(self.blocks) <= EXHAUSTIVE_BLOCKS
             )
@@ -155,7 +156,7 @@ class StageSolver:
         for place in (1, 2):
             everything = self._free(self._counts(place, len(self.blocks)))
             if everything.missing_bytes:
-                found.append(self._fitted(self._counts(place, len(self.blocks)), to_beat_seconds))
+                found += self._as_many_as_pays(place, to_beat_seconds)
                 continue
             low, high, best = 0, len(self.blocks), everything
             while high - low > max(1, len(self.blocks) // 32):
@@ -163,6 +164,17 @@ class StageSolver:
                 candidate = self._free(self._counts(place, middle))
                 low, high, best = (middle, high, best) if candidate.missing_bytes else (low, middle, candidate)
             found.append(best)
+        return found
+
+    def _as_many_as_pays(self, place: int, to_beat_seconds: float) -> list[Candidate]:
+        """Where the sharding must give way too: all blocks in a mode, or three quarters, or half, as long as that is better."""
+        found: list[Candidate] = []
+        for quarters in (4, 3, 2, 1):
+            candidate = self._fitted(self._counts(place, len(self.blocks) * quarters // 4), to_beat_seconds)
+            found.append(candidate)
+            if candidate.stage is None or _seconds(candidate) >= to_beat_seconds:
+                break
+            to_beat_seconds = _seconds(candidate)
         return found
 
     def _counts(self, place: int, number: int) -> tuple[int, ...]:

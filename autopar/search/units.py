@@ -93,6 +93,18 @@ def units_of(costed: Costed, starts: Sequence[str]) -> list[Unit]:
     return found
 
 
+def momentary_bytes(costed: Costed, starts: Sequence[str]) -> list[float]:
+    """For each unit the least bytes that its largest operator holds for a moment, whatever its strategy."""
+    graph = costed.prepared.graph
+    line = line_of(graph)
+    place = {name: index for index, name in enumerate(line)}
+    ends = [*(place[start] for start in starts), len(line)]
+    return [
+        max(float(costed.operator_table(name).transient_bytes.min()) for name in line[begin:end])
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+
+
 def _homes(costed: Costed, members: Sequence[Sequence[str]]) -> dict[int, int]:
     """The unit of each node: an operator's own, that of the first reader of a parameter or of a sharing group."""
     graph, nodes = costed.prepared.graph, costed.nodes

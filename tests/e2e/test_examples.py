@@ -47,7 +47,7 @@ def losses(printed: str) -> list[float]:
 
 def test_examples_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert set(lengths) == {"mlp.py", "transformers_gpt2.py", "mixture_of_experts.py", "plan_large_cluster.py"}
+    assert set(lengths) == {"mlp.py", "transformers_gpt2.py", "mixture_of_experts.py", "pipeline.py", "plan_large_cluster.py"}
     assert all(length < 60 for length in lengths.values()), lengths
 
 
@@ -72,6 +72,13 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
     trained = losses(printed)
     assert len(trained) == 3 and trained[-1] < trained[0]
     assert re.search(r"step: predicted .* measured ", printed)
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    shown = python(str(EXAMPLES / "pipeline.py"), folder=tmp_path)
+    assert "a pipeline of 2 ranks" in shown and "schedule 1f1b, in 4 micro-batches of 4" in shown
+    trained = losses(torchrun(4, str(EXAMPLES / "pipeline.py"), folder=tmp_path))
+    assert len(trained) == 10 and trained[-1] < 0.5 * trained[0]
 
 
 def test_plan_large_cluster(tmp_path: Path) -> None:

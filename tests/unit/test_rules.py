@@ -297,7 +297,7 @@ REPLICATED_OPERATORS: frozenset[str] = frozenset()
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_operator_of_the_models_has_a_rule(name: str) -> None:
-    model, inputs = ZOO[name](4) if name in ("resnet", "mlp") else ZOO[name](4, 1)
+    model, inputs = ZOO[name](4) if name in ("resnet", "mlp", "unet") else ZOO[name](4, 1)
     graph = trace(model, inputs, loss_fn=cross_entropy if name == "mlp" else None).graph
     without = {operator.target for operator in graph.operators if signature_of(operator, graph) is None}
     assert without <= REPLICATED_OPERATORS

@@ -84,6 +84,7 @@ class Language(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+SMALL = ("three alike", "four alike", "uneven", "wide end", "skip")  # these on up to 4 devices
 STRUCTURES = {
     "three alike": lambda: Layers((64,) * 3),
     "four alike": lambda: Layers((32,) * 4),
@@ -127,32 +128,14 @@ def device(flops: float, memory_bytes: float, launch_seconds: float = 1e-6) -> D
     return Device(f"{flops:.3g} FLOP/s", "cpu", whole, flops, {"float32": flops}, launch_seconds)
 
 
-def least_state_bytes(graph: OpGraph) -> int:
-    """Bytes of parameters, gradients and AdamW's states."""
-    return sum(16 * graph.values[parameter.value].num_elements for parameter in graph.parameters)
-
-
-def instance(seed: int) -> Instance:
-    """A model of a few structures on 1 to 4 devices, alike or not, with ample or little memory."""
-    draw = random.Random(seed)
-    structure = draw.choice(list(STRUCTURES))
-    graph = at_batch(traced(structure), draw.choice((2, 4, 4, 6, 8)))
-    count = draw.choice((1, 2, 2, 3, 4, 4))
-    parts = draw.choice(PARTS[count])
-    state = least_state_bytes(graph)
-    tight = draw.choice((None, None, 1.4, 1.0, 0.6, 0.35, 0.2))
-    kinds = [
-        device(10 ** draw.uniform(8.5, 10), (1e12 if tight is None else draw.uniform(0.7, 1.3) * tight * state))
-        for _ in range(2 if draw.random() < 0.6 else 1)
-    ]
-    inside = Link("inside", 10 ** draw.uniform(7.5, 10), 10 ** draw.uniform(-6, -4.5))
-    across = Link("across", 10 ** draw.uniform(7, 9.5), 10 ** draw.uniform(-5.5, -4))
-    nodes = tuple(Node(draw.choice(kinds), size, inside) for size in parts)
-    forced = draw.choice(FORCED) if draw.random() < 0.3 else {}
-    return Instance(graph, Cluster(nodes, across), replace(EXACT, parallelism=Parallelism(**forced)))
+def whole_bytes(graph: OpGraph) -> int:
+    """Bytes of parameters, gradients, AdamW's states and all results, on one device."""
+    states = sum(16 * graph.values[parameter.value].num_elements for parameter in graph.parameters)
+    return states + sum(value.num_bytes for value in graph.values.values() if value.kind == "computed")
 
 
 PARTS = {1: ((1,),), 2: ((2,), (1, 1)), 3: ((3,), (1, 2), (1, 1, 1)), 4: ((4,), (2, 2), (1, 1, 2), (1, 1, 1, 1))}
+LITTLE = (0.6, 0.8, 1.0, 1.3, 1.8)  # memory of all devices together against what the model fills on one
 FORCED: tuple[dict[str, object], ...] = (
     {"zero": 0},
     {"zero": 3},
@@ -160,4 +143,30 @@ FORCED: tuple[dict[str, object], ...] = (
     {"recompute": "selective"},
     {"micro_batch_size": 2},
     {"micro_batch_size": 1},
+    {"schedule": "interleaved_1f1b"},
+    {"schedule": "zbv"},
+    {"schedule": "dualpipev"},
+    {"schedule": "gpipe"},
 )
+
+
+def instance(seed: int) -> Instance:
+    """A model of a few structures on 1 to 4 devices, alike or not, with ample or little memory."""
+    draw = random.Random(seed)
+    structure = draw.choice(list(STRUCTURES))
+    count = draw.choice((1, 2, 2, 3, 4) if structure in SMALL else (1, 2, 2))
+    graph = at_batch(traced(structure), draw.choice((2, 4, 4, 6) if count < 4 else (2, 3, 4)))
+    tight = draw.choice((None, *LITTLE))
+    kinds = [
+        device(10 ** draw.uniform(8.5, 10), 1e12 if tight is None else _around(draw, tight * whole_bytes(graph) / count))
+        for _ in range(2 if draw.random() < 0.6 else 1)
+    ]
+    inside = Link("inside", 10 ** draw.uniform(7.5, 10), 10 ** draw.uniform(-6, -4.5))
+    across = Link("across", 10 ** draw.uniform(7, 9.5), 10 ** draw.uniform(-5.5, -4))
+    nodes = tuple(Node(draw.choice(kinds), size, inside) for size in draw.choice(PARTS[count]))
+    forced = draw.choice(FORCED) if count > 1 and draw.random() < 0.4 else {}
+    return Instance(graph, Cluster(nodes, across), replace(EXACT, parallelism=Parallelism(**forced)))
+
+
+def _around(draw: random.Random, value: float) -> float:
+    return draw.uniform(0.8, 1.25) * value
