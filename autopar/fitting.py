@@ -1,7 +1,7 @@
 """The best plan on one mesh within the devices' memory: what a step keeps and what it holds for a moment together.
 
 The solver's row of memory adds up what is kept throughout a step. What is held for a moment, the largest operator's
-tensors beside the largest gathered parameters, is a sum of two maxima, so it is searched by branch and bound around the
+gradients beside the largest gathered parameters, is a sum of two maxima, so it is searched by branch and bound around the
 solver. Plans are parted by the two: those of a part with ``low`` and ``high`` have the available bytes less ``low`` for
 what they keep, and choices that hold ``high`` or more are absent. Each part's lower bound holds for all plans in it,
 hence the least of the parts' bounds holds for all plans.

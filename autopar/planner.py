@@ -100,6 +100,7 @@ def plan_graph(
     options = options or PlanOptions()
     check(graph)
     check_degrees(cluster.num_devices, options)
+    check_micro_batches(graph, options)
     clock = Clock({"trace": tracing_seconds})
     search = Search(graph, CostModel(cluster), options, clock, progress or (lambda message: None))
     found = search.run()
@@ -163,6 +164,17 @@ def check_degrees(num_devices: int, options: PlanOptions) -> None:
         f"{'' if shape is None else f' as a mesh of {shape}'}: the product of the forced degrees must be {num_devices} (a "
         "degree that is left out takes the rest)"
     )
+
+
+def check_micro_batches(graph: OpGraph, options: PlanOptions) -> None:
+    """Raise InputError when several micro-batches are forced on a model that must see its batch as a whole."""
+    size = options.parallelism.micro_batch_size
+    coupled = coupling(graph)
+    if size is not None and size < graph.batch_size and coupled:
+        raise InputError(
+            f"micro_batch_size={size}: {graph.model} must see its batch of {graph.batch_size} as a whole, as {coupled[0]}; "
+            "leave micro_batch_size out"
+        )
 
 
 def free_roles(shape: Sequence[int]) -> tuple[Role, ...]:

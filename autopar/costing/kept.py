@@ -103,9 +103,10 @@ class KeptBytes:
         run = self.run_of.get(target) or self._run_of_group(value, target)
         if run is None:
             return EdgeRole(False, ALWAYS, in_flight)
-        if run == self._run_of_value(value):
-            return EdgeRole(True, ONCE if run == self._largest else NEVER, in_flight)
-        return EdgeRole(self._modes[run[0]] == "full", NEVER, in_flight, enters=self._modes[run[0]] != "full")
+        if not self.is_full(run):  # a run is split where something is sent: that is done once, and kept
+            return EdgeRole(False, NEVER, in_flight, enters=True)
+        inside = run == self._run_of_value(value)
+        return EdgeRole(True, ONCE if inside and run == self._largest else NEVER, in_flight)
 
     def operator_bytes(self, operator: Operator, role: OperatorRole, table: OperatorTable) -> FloatArray:
         """Bytes by choice that an operator's results and statistics add to what is kept."""

@@ -7,7 +7,7 @@ Enters: a canonical operator of a :class:`Prepared` graph, the mesh and its axes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -16,13 +16,18 @@ import numpy as np
 
 from autopar.costing.conversions import Conversions, FloatArray
 from autopar.costing.prepare import Prepared
-from autopar.graph import Operator
+from autopar.graph import ITEM_BYTES, Operator
 from autopar.layout import PARTIAL, REPLICATED, Layout
 from autopar.strategies.choices import AxisChoice, Strategy, axis_choices, piece_fraction, share, strategies
 from autopar.strategies.rule import Exchange, Signature, letters_of
 
 Role = Literal["free", "data", "tensor"]
 HEAVY = ("matmul", "attention")
+
+# Tensors of the result's size that a backward pass makes beside the gradients it returns (torch's derivatives.yaml and
+# FunctionsManual.cpp): pow has the power and its product with the exponent. (Cross-entropy has the gradient of the
+# log-probabilities.)
+TEMPORARIES: Mapping[str, float] = {"aten.pow.Tensor_Scalar": 2.0, "aten.div.Tensor": 1.0}
 
 
 @dataclass(frozen=True)
@@ -86,10 +91,57 @@ def operator_table(
         ahead + exchanged[0],
         back * _weight_share(operator, prepared, signature),
         tuple(local_bytes(prepared, conversions, value, column) for value, column in zip(outputs, columns_out, strict=True)),
-        (signature.saved_extra_bytes if signature else 0.0) * shares,
-        moved * (2.0 if differentiated else 1.0),
+        _extra_bytes(operator, prepared, signature, conversions, columns_in, shares),
+        _transient_bytes(operator, prepared, signature, conversions, columns_in, columns_out, shares),
         work * shares,
     )
+
+
+def _extra_bytes(
+    operator: Operator,
+    prepared: Prepared,
+    signature: Signature | None,
+    conversions: Conversions,
+    inputs: Sequence[LayoutColumn],
+    shares: FloatArray,
+) -> FloatArray:
+    """Bytes of statistics kept for backward, by strategy. A mask that attention turns into numbers is not split with the
+    heads."""
+    if signature is None:
+        return np.zeros(len(shares))
+    found: FloatArray = signature.saved_extra_bytes * shares
+    if signature.kind == "attention":
+        item = ITEM_BYTES[prepared.graph.values[operator.inputs[0]].dtype]
+        for value, column in zip(operator.inputs[3:], inputs[3:], strict=True):
+            described = prepared.graph.values[value]
+            if described.dtype == "bool":
+                local = local_bytes(prepared, conversions, value, column)
+                found = found + item * (local - described.num_elements * shares)
+    return found
+
+
+def _transient_bytes(
+    operator: Operator,
+    prepared: Prepared,
+    signature: Signature | None,
+    conversions: Conversions,
+    inputs: Sequence[LayoutColumn],
+    outputs: Sequence[LayoutColumn],
+    shares: FloatArray,
+) -> FloatArray:
+    """Bytes that are alive around an operator and not kept, by strategy: the gradients of its results and inputs and what
+    its backward pass makes beside them; of an operator without gradients, all that it reads and writes."""
+    values = [value for value in (*operator.inputs, *operator.outputs) if value]
+    columns = (*inputs, *outputs)
+    if not any(value in prepared.gradient for value in operator.outputs):
+        return _local_bytes(operator, prepared, conversions, inputs, outputs)
+    sizes = [local_bytes(prepared, conversions, value, column) for value, column in zip(values, columns, strict=True)]
+    total = np.zeros(len(shares))
+    for value, size in zip(values, sizes, strict=True):
+        total = total + (size if value in prepared.gradient else 0.0)
+    if "cross_entropy" in operator.target and signature is not None:
+        return total + signature.saved_extra_bytes * shares
+    return total + TEMPORARIES.get(operator.target, 0.0) * sizes[-1]
 
 
 def _weight_share(operator: Operator, prepared: Prepared, signature: Signature | None) -> float:

@@ -42,7 +42,8 @@ class ParameterTable:
 
     ``seconds``: gathers, gradient reductions and the optimizer's own update in a step; ``once_seconds``: the part of them
     that does not grow with the number of micro-batches; ``optimizer_seconds``: the update's;
-    ``kept_bytes``: parameter, working copy, gradient and optimizer states; ``parts``: these four, (4, choices).
+    ``kept_bytes``: parameter, working copy, gradient and optimizer states; ``parts``: these four, (4, choices);
+    ``transient_bytes``: held for a moment around its use.
     """
 
     choices: tuple[ParameterChoice, ...]

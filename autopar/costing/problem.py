@@ -19,12 +19,12 @@ from typing import TypeVar
 import numpy as np
 
 from autopar.costing.conversions import Conversions, FloatArray
+from autopar.costing.kept import KeptBytes
 from autopar.costing.operators import LayoutColumn, OperatorTable, Role, operator_table
 from autopar.costing.parameters import ParameterTable, parameter_table
-from autopar.costing.kept import KeptBytes
 from autopar.costing.prepare import Prepared
-from autopar.costing.setting import Setting
-from autopar.graph import ITEM_BYTES, Block, BlockGroup, Operator
+from autopar.costing.setting import ALONE, Setting
+from autopar.graph import ITEM_BYTES, Block, Operator
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Layout
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
@@ -106,7 +106,7 @@ def build(
     roles: Sequence[Role],
     cost_model: CostModel,
     options: PlanOptions,
-    setting: Setting = Setting(),
+    setting: Setting = ALONE,
     like: Costed | None = None,
 ) -> Costed:
     """Price every choice of every operator and parameter of a model on ``mesh``. The memory budget is left open.
@@ -141,7 +141,7 @@ def build(
 
 
 def _add_operators(builder: _Builder) -> None:
-    prepared, conversions = builder.prepared, builder.conversions
+    prepared = builder.prepared
     for operator in prepared.graph.operators:
         name = prepared.name(operator.id)
         if name not in builder.tables:
@@ -363,7 +363,7 @@ def _repeats(builder: _Builder) -> tuple[Repeat, ...]:
     """For each group of blocks its nodes, aligned; a parameter that others read too is a hub, and none of a block's."""
     graph = builder.prepared.graph
     found = []
-    for group, blocks in _alike(builder):
+    for blocks in _alike(builder):
         instances = []
         for block in blocks:
             members = set(block.operators)
@@ -377,7 +377,7 @@ def _repeats(builder: _Builder) -> tuple[Repeat, ...]:
     return tuple(found)
 
 
-def _alike(builder: _Builder) -> Iterator[tuple[BlockGroup, list[Block]]]:
+def _alike(builder: _Builder) -> Iterator[list[Block]]:
     """The blocks of each group that cost and keep the same."""
     for group in builder.prepared.graph.block_groups:
         kinds: dict[Hashable, list[Block]] = {}
@@ -388,8 +388,7 @@ def _alike(builder: _Builder) -> Iterator[tuple[BlockGroup, list[Block]]]:
                 for value in builder.prepared.graph.operator_of[operator].outputs
             )
             kinds.setdefault((builder.kept_by.kind(block), sends), []).append(block)
-        for blocks in kinds.values():
-            yield group, blocks
+        yield from kinds.values()
 
 
 def block_nodes(prepared: Prepared, nodes: Mapping[str, int], block: Block) -> list[str]:

@@ -27,3 +27,6 @@ class Setting:
 
     def __post_init__(self) -> None:
         assert self.num_micro_batches >= 1 and 1 <= self.in_flight <= self.num_micro_batches, "micro-batches in flight"
+
+
+ALONE = Setting()  # one stage, one micro-batch, nothing recomputed

@@ -23,17 +23,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.costing.kept import KeptBytes, Run
-from autopar.costing.operators import OperatorTable
+from autopar.costing.operators import TEMPORARIES, OperatorTable
 from autopar.costing.parameters import BUCKET_BYTES, ParameterChoice
 from autopar.costing.problem import Costed
 from autopar.graph import ITEM_BYTES, Operator
-from autopar.layout import Shard
+from autopar.layout import SUMMED_GRADIENT, Shard
 from autopar.sharing import Reader
 
-# Tensors of the result's size that a backward pass makes beside the gradients it returns (torch's derivatives.yaml and
-# FunctionsManual.cpp): pow has the power and its product with the exponent; cross-entropy the gradient of the
-# log-probabilities.
-TEMPORARIES: Mapping[str, float] = {"aten.pow.Tensor_Scalar": 2.0, "aten.div.Tensor": 1.0}
 # Pieces of one parameter that AdamW has at the same time beside its states: root and quotient, and the parameter before's
 # quotient (torch/optim/adam.py, _single_tensor_adam, which is what DTensors get on every device).
 OPTIMIZER_PIECES = 3.0
@@ -80,7 +76,6 @@ class _Timeline:
             self._statistics(operator)
         for value in self.graph.received:
             self._saved_value(value, 0, self._received_bytes(value), None)
-            self.alive(0, self.back(0), 0.0)
         self._converted()
         self._gradients()
         self._parameters()
@@ -186,19 +181,19 @@ class _Timeline:
             if reads is not None and reads != run:
                 end = max(end, self.back(self.first_of[reads]))
             elif self.saves(reader, index):
-                inside = max(inside, self.back(self.place[name]))
+                inside, end = self._until(reads, self.place[name], inside, end)
         if maker is not None and self._saves_result(maker, value):
-            inside = max(inside, self.back(self.place[maker.id]))
+            inside, end = self._until(run, self.place[maker.id], inside, end)
         if value in self.graph.sent or any(output.value == value for output in self.graph.outputs):
             end = max(end, self.count - 1)
-        if maker is None:
-            end = max(end, self.back(0))
-        if run is None:
-            self.alive(start, max(end, inside), num_bytes)
-            return
-        self.alive(start, end, num_bytes)
-        again = self.again(run)
-        self.alive(again, max(again if end >= self.count - 1 or inside < 0 else inside, inside), num_bytes if inside >= 0 else 0.0)
+        self.alive(start, end if maker else max(end, self.back(0)), num_bytes)
+        if run is not None:
+            self.alive(self.again(run), max(self.again(run), inside), num_bytes if inside >= 0 or end >= self.count else 0.0)
+
+    def _until(self, run: Run | None, saver: int, inside: int, end: int) -> tuple[int, int]:
+        """Ends of a tensor's two lives, that of its run's second time and that from forward on, for one that saves it."""
+        slot = self.back(saver)
+        return (inside, max(end, slot)) if run is None else (max(inside, slot), end)
 
     def _saves_result(self, operator: Operator, value: str) -> bool:
         if not self.differentiated(operator):
@@ -243,9 +238,7 @@ class _Timeline:
         places = [self.place[name] for name, _ in readers]
         start, end = min(places), max(places)
         value = self.graph.operator_of[readers[0][0]].inputs[readers[0][1]]
-        producer = self.graph.producer_of.get(value)
         inside = -1
-        run_of_value = self.keeping.run_of.get(producer.id) if producer else None
         run: Run | None = None
         for name, index in readers:
             reads = self.keeping.run_of.get(name)
@@ -263,7 +256,6 @@ class _Timeline:
         flows = [self.place[n] for n, i in readers if self.prepared.flows(self.graph.operator_of[n], i)]
         if flows and self.graph.values[value].kind != "parameter":
             self.alive(self.back(max(flows)), self.back(min(flows)), num_bytes)
-        del run_of_value
 
     # Gradients
 
@@ -332,7 +324,6 @@ class _Timeline:
 
     def _parameters(self) -> None:
         largest, buckets = 0.0, {0: 0.0, 1: 0.0, 2: 0.0}
-        optimizing = 0.0
         for parameter in self.graph.parameters:
             table = self.costed.parameter_table(parameter.value)
             at = self.choices[self.costed.nodes[parameter.value]]
@@ -343,16 +334,20 @@ class _Timeline:
             self._whole(parameter.value, choice, used)
             if not gradient:
                 continue
-            largest, optimizing = max(largest, stored), optimizing + min(stored, gradient)
+            largest = max(largest, stored)
             self._parameter_gradient(parameter.value, choice, used, gradient)
-            if choice.zero in buckets and any(state != "R" for state in choice.use):
+            if choice.zero in buckets and self._is_sent(choice):
                 buckets[choice.zero] += used
         for buffer in self.graph.buffers:
             self.throughout += self.graph.values[buffer.value].num_bytes
         for num_bytes in buckets.values():
             self.alive(2 * self.count, 2 * self.count, min(num_bytes, float(BUCKET_BYTES)))
-        states_left = 0.0 if self.grows else -0.0
-        self.alive(2 * self.count + 1, 2 * self.count + 1, OPTIMIZER_PIECES * largest + states_left)
+        self.alive(2 * self.count + 1, 2 * self.count + 1, OPTIMIZER_PIECES * largest)
+
+    def _is_sent(self, choice: ParameterChoice) -> bool:
+        """Whether the gradient is a sum of terms of several devices."""
+        sizes = self.costed.mesh.shape
+        return any(state == SUMMED_GRADIENT and size > 1 for state, size in zip(choice.use, sizes, strict=True))
 
     def _reading(self, value: str) -> list[Reader]:
         return list(self.graph.readers_of.get(value, ()))

@@ -248,10 +248,8 @@ def bound_of(
 
 def forwards_ahead(frame: Frame) -> list[int]:
     """How many forward passes each rank does before its first backward."""
-    found = []
-    for actions in orders(frame.schedule, frame.grid.num_ranks, frame.num_stages, frame.num_micro_batches):
-        found.append(next((at for at, action in enumerate(actions) if action.kind != "F"), 0))
-    return found
+    by_rank = orders(frame.schedule, frame.grid.num_ranks, frame.num_stages, frame.num_micro_batches)
+    return [next((at for at, action in enumerate(actions) if action.kind != "F"), 0) for actions in by_rank]
 
 
 def _one_stage_a_rank(frame: Frame, stages: Sequence[_Stage], stop_at: float) -> Bound:

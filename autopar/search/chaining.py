@@ -40,5 +40,6 @@ def _with_ends(places: list[Place]) -> tuple[Place, ...]:
     for at, place in enumerate(places):
         before = places[at - 1].block if at else None
         after = places[at + 1].block if at + 1 < len(places) else None
-        found.append(Place(place.kind, place.block, place.block is None or before != place.block, place.block is None or after != place.block))
+        opens, closes = (place.block is None or other != place.block for other in (before, after))
+        found.append(Place(place.kind, place.block, opens, closes))
     return tuple(found)

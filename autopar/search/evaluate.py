@@ -21,8 +21,9 @@ from autopar.search.bounds import stage_ranks
 from autopar.search.space import Frame, kind_of
 from autopar.search.stages import Site, Solve, Solved, StageSolver, storages_of, tied_parameters
 from autopar.staging import stage_graphs
-from cost_models import CostModel, Hops, in_flight, step_seconds_only
+from cost_models import CostModel, Hops, StageTimes, in_flight, step_seconds_only
 
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
 Style = tuple[str, ...]  # for each axis: "batch", "next" or "whole"
 
 
@@ -46,6 +47,24 @@ class Evaluated:
     def peak_bytes(self) -> float:
         """On the fullest device, all of its stages together."""
         return max(rank_bytes(self))
+
+
+def split_times(frame: Frame, stages: Sequence[Solved]) -> list[StageTimes]:
+    """The stages' times as the runtime divides the backward pass in zero-bubble schedules: the first stage does all of it
+    with the weights' part, and a stage that recomputes, or gathers parameters again, all of it with the inputs' part."""
+    found = []
+    for index, stage in enumerate(stages):
+        times = stage.times
+        back = times.backward_input_seconds + times.backward_weight_seconds
+        if frame.schedule not in SPLIT_BACKWARD:
+            found.append(times)
+        elif index == 0:
+            found.append(replace(times, backward_input_seconds=0.0, backward_weight_seconds=back))
+        elif stage.repeats:
+            found.append(replace(times, backward_input_seconds=back, backward_weight_seconds=0.0))
+        else:
+            found.append(times)
+    return found
 
 
 def rank_bytes(evaluated: Evaluated) -> list[float]:
@@ -116,10 +135,12 @@ class Evaluator:
         }
         flying = in_flight(frame.schedule, frame.grid.num_ranks, frame.num_stages, frame.num_micro_batches)
         storage = self._common_storage(frame, graphs, mesh, boundary, flying)
-        solved = []
+        solved: list[Solved] = []
         shares = self._shares(frame, graphs, mesh, boundary, flying, storage)
         for stage, rank, count, share in zip(graphs, stage_ranks(frame), flying, shares, strict=True):
             site = self._site(frame, mesh, rank, count, share)
+            here = self._solver(stage, site, _at(stage, boundary), _within(stage, storage))
+            here.hint = solved[-1].mode if solved and self.options.gap else None
             found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), limits)
             solved.append(found)
             if found.candidate.stage is None or found.candidate.assignment.cost_seconds >= to_beat_seconds:
@@ -129,7 +150,7 @@ class Evaluator:
         hops = self._hops(frame, graphs, boundary, mesh)
         step = math.inf
         if len(solved) == len(graphs) and all(stage.fits for stage in solved):
-            times = [stage.times for stage in solved]
+            times = split_times(frame, solved)
             step = step_seconds_only(frame.schedule, times, hops, frame.grid.num_ranks, frame.num_micro_batches)
         return Evaluated(frame, tuple(cuts), style, graphs, tuple(solved), hops, step)
 
@@ -245,7 +266,8 @@ class Evaluator:
             sizes = [0.0, 0.0]
             for value in graphs[index].sent:
                 described = graphs[index].values[value]
-                num_bytes = float(math.prod(local_shape(described.shape, boundary[value], mesh.shape))) * ITEM_BYTES[described.dtype]
+                elements = float(math.prod(local_shape(described.shape, boundary[value], mesh.shape)))
+                num_bytes = elements * ITEM_BYTES[described.dtype]
                 sizes[0] += num_bytes
                 sizes[1] += num_bytes if described.requires_grad else 0.0
             runs = [frame.grid.order[ranks[index + step]] * mesh.num_devices for step in (0, 1)]

@@ -10,10 +10,13 @@ import math
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
+from autopar.micro_batches import coupling
+from autopar.options import PlanOptions
 from autopar.search.clock import Clock
 from autopar.search.evaluate import Evaluated
 from autopar.search.joint import JointSearch
-from cost_models import Cluster, CostModel
+from autopar.search.space import V_SHAPED, frames
+from cost_models import Cluster, CostModel, problem_with
 from cost_models.memory import CONTEXT_BYTES
 
 MORE_MEMORY = (1.02, 1.1, 1.25, 1.5, 2.0, 4.0)  # times what the bound says is needed
@@ -25,7 +28,9 @@ def infeasible(search: JointSearch) -> InfeasibleError:
     cluster, options = search.cost_model.cluster, search.options
     needed = search.least_bytes()
     if math.isinf(needed):
-        return InfeasibleError("no plan satisfies what is forced, whatever the memory; force less")
+        return InfeasibleError(
+            f"no plan satisfies {_forced(options)}, whatever the memory{_contradiction(search)}; force less of it"
+        )
     available = search.cost_model.min_device_memory_bytes(options.memory_margin)
     lean = _with_memory(search, needed)
     more = _with_devices(search) if options.parallelism.is_free and options.mesh_shape is None else None
@@ -39,6 +44,30 @@ def infeasible(search: JointSearch) -> InfeasibleError:
         f"{cluster.num_devices} devices, which have {available / 2**30:.2f} GiB for it (memory less the software's own and "
         f"the margin); {smallest:.2f} GiB on each device would do; {advice}"
     )
+
+
+def _forced(options: PlanOptions) -> str:
+    given = {**vars(options.parallelism), "mesh_shape": options.mesh_shape}
+    named = [f"{name}={value}" for name, value in given.items() if value is not None]
+    return ", ".join(named) or "all limits"
+
+
+def _contradiction(search: JointSearch) -> str:
+    """Why no schedule can run; empty where one can, and it is the operators that cannot do what is forced."""
+    units, options = search.chain.num_units, search.options
+    if any(True for grid in search.grids for _ in frames(grid, search.counts, units, options)):
+        return ""
+    coupled = coupling(search.graph)
+    if coupled:
+        return f": {search.graph.model} must see its batch as a whole, as {coupled[0]}"
+    schedule = options.parallelism.schedule
+    ranks = sorted({grid.num_ranks for grid in search.grids})
+    if schedule is None or ranks == [1]:
+        return ": one pipeline rank has the schedule single"
+    fewest = ranks[0] if ranks[0] > 1 or schedule == "single" else ranks[1]
+    stages = 2 * fewest if schedule in V_SHAPED else fewest
+    problem = problem_with(schedule, fewest, stages, max(search.counts))
+    return f": {problem or f'{schedule} has {stages} stages, and the model can be cut into {units}'}"
 
 
 def _with_memory(search: JointSearch, needed: float) -> Evaluated | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -113,6 +114,7 @@ class JointSearch:
         self._num_bounded = 0
         self._looked_at: dict[Frame, tuple[float, float]] = {}
         self._number = itertools.count()
+        self.started = time.perf_counter()
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class JointSearch:
         ready: list[_Ready] = []
         bounds: list[float] = []  # of frames that were evaluated, and are not closed
         since = 0  # refinements since the last evaluation
-        while True:
+        while not self._out_of_time():
             least = min(self.best_seconds, ready[0].estimate_seconds if ready else math.inf)
             open_ = waiting and waiting[0].seconds < least * (1 - self.options.gap) and len(self._stretches) < MAX_PRICINGS
             if open_ and not (since >= DIVE and ready and self._worthwhile(ready[0])):
@@ -155,10 +157,15 @@ class JointSearch:
 
     def _try_after(self, frame: Frame) -> None:
         """The best plan's grid and micro-batches with the schedules of which no good bound is known."""
-        for other in tried_after(frame, self.chain.num_units):
+        for other in tried_after(frame, self.chain.num_units, self.options):
             bound = bound_of(other, self._of_ranks(other), True, self.best_seconds, self._hop_seconds(other))
             if bound.cuts is not None and bound.estimate_seconds < self.best_seconds:
                 self._add(other, bound.cuts, [self._best_style(other)])
+
+    def _out_of_time(self) -> bool:
+        """Whether the user's own cut-off has passed and there is a plan to give."""
+        limit = self.options.time_limit_seconds
+        return limit is not None and self.best is not None and time.perf_counter() - self.started > limit
 
     @property
     def best(self) -> Evaluated | None:

@@ -51,14 +51,26 @@ class Priced:
     available_bytes: float
     _costed: dict[str, Costed] = field(default_factory=dict)
     _units: dict[str, list[Elimination]] = field(default_factory=dict)
+    _momentary: list[float] = field(default_factory=list)  # least bytes held for a moment, by kind of unit
 
     def units(self, mode: str) -> list[Elimination]:
         """The short graph's units in a mode; equal ones are one object."""
         if mode not in self._units:
             known: dict[int, Elimination] = {}
             found = units_of(self._priced(mode), self.chain.short_starts)
-            self._units[mode] = [known[id(unit)] if id(unit) in known else known.setdefault(id(unit), Elimination(unit)) for unit in found]
+            self._note_momentary()
+            for unit in found:
+                if id(unit) not in known:
+                    known[id(unit)] = Elimination(unit)
+            self._units[mode] = [known[id(unit)] for unit in found]
+            if len(self._units) == len(self.modes):
+                self._costed.clear()  # all that is needed of them is in the units
         return self._units[mode]
+
+    def _note_momentary(self) -> None:
+        if not self._momentary:
+            costed = next(iter(self._costed.values()))
+            self._momentary.extend(momentary_bytes(costed, self.chain.short_starts))
 
     def _priced(self, mode: str) -> Costed:
         if mode not in self._costed:
@@ -69,8 +81,8 @@ class Priced:
     def budgets(self) -> FloatArray:
         """(starts, ends): the bytes that a stage of these units may keep: what is available less what it holds for a moment
         in any case."""
-        by_kind = momentary_bytes(self._priced(self.plain), self.chain.short_starts)
-        held = np.array([by_kind[place.kind] for place in self.chain.places])
+        self.units(self.plain)
+        held = np.array([self._momentary[place.kind] for place in self.chain.places])
         count = len(held)
         result = np.full((count, count + 1), float(self.available_bytes))
         for start in range(count):

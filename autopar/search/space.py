@@ -19,9 +19,7 @@ from cost_models import Cluster, problem_with
 MAX_STAGES_PER_RANK = 4  # virtual stages of the interleaved schedules that are tried: 1, 2, 3, 4
 SCHEDULES_OF_ONE_STAGE = ("gpipe", "1f1b", "interleaved_zero_bubble")
 V_SHAPED = ("zbv", "dualpipev")
-# Schedules of several stages a rank are tried with the best plans of the others: no bound of them is known that counts what
-# the stages of a rank keep together and is good enough to leave many out. The certificate covers them where they are forced.
-TRIED_AFTER = ("interleaved_1f1b", "interleaved_zero_bubble", *V_SHAPED)
+ZERO_BUBBLE = ("interleaved_zero_bubble", *V_SHAPED)
 
 
 @dataclass(frozen=True)
@@ -116,23 +114,35 @@ def frames(grid: Grid, counts: Sequence[int], num_units: int, options: PlanOptio
     forced = options.parallelism.schedule
     for count in counts:
         for schedule, num_stages in _schedules(grid.num_ranks, num_units):
-            if forced != schedule and (forced is not None or is_tried_after(schedule, grid.num_ranks, num_stages)):
+            if forced is None and is_tried_after(schedule, grid.num_ranks, num_stages, count, options):
+                continue
+            if forced is not None and schedule != forced:
                 continue
             if problem_with(schedule, grid.num_ranks, num_stages, count) is None:
                 yield Frame(grid, count, schedule, num_stages)
 
 
-def is_tried_after(schedule: str, num_ranks: int, num_stages: int) -> bool:
-    """Whether a schedule is only tried with the best plans of others."""
-    return schedule in TRIED_AFTER and num_stages > num_ranks
+def is_tried_after(schedule: str, num_ranks: int, num_stages: int, num_micro_batches: int, options: PlanOptions) -> bool:
+    """Whether a schedule is only tried with the best plans of others.
+
+    Of several stages a rank no bound is known that counts what they keep together and is good enough to leave many out.
+    Where a gap is allowed, zero-bubble schedules come afterwards too, since what they save depends on what is recomputed;
+    and GPipe is left to where 1F1B cannot run: it takes as long and keeps more. The certificate does not cover what is
+    tried after, unless it is forced.
+    """
+    if num_stages > num_ranks:
+        return True
+    dominated = schedule == "gpipe" and problem_with("1f1b", num_ranks, num_stages, num_micro_batches) is None
+    return bool(options.gap) and (schedule in ZERO_BUBBLE or dominated)
 
 
-def tried_after(frame: Frame, num_units: int) -> Iterator[Frame]:
+def tried_after(frame: Frame, num_units: int, options: PlanOptions) -> Iterator[Frame]:
     """A frame with the schedules that are tried afterwards."""
     for schedule, num_stages in _schedules(frame.grid.num_ranks, num_units):
-        if is_tried_after(schedule, frame.grid.num_ranks, num_stages):
-            if problem_with(schedule, frame.grid.num_ranks, num_stages, frame.num_micro_batches) is None:
-                yield replace(frame, schedule=schedule, num_stages=num_stages)
+        count = frame.num_micro_batches
+        runs = problem_with(schedule, frame.grid.num_ranks, num_stages, count) is None
+        if runs and schedule != "gpipe" and is_tried_after(schedule, frame.grid.num_ranks, num_stages, count, options):
+            yield replace(frame, schedule=schedule, num_stages=num_stages)
 
 
 def _schedules(num_ranks: int, num_units: int) -> Iterator[tuple[str, int]]:

@@ -57,7 +57,18 @@ class Solved:
     @property
     def unlimited(self) -> bool:
         """Whether it fits and is as fast as any without regard to memory, nothing recomputed."""
-        return self.fits and _is_unlimited(self.candidate) and "none" == _only(self.candidate.costed.setting.recompute)
+        return self.fits and _is_unlimited(self.candidate) and _only(self.candidate.costed.setting.recompute) == "none"
+
+    @property
+    def mode(self) -> str | None:
+        """The mode of recomputation of some of its blocks; None where nothing is recomputed."""
+        return next((mode for mode in self.candidate.costed.setting.recompute.values() if mode != "none"), None)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether its backward pass gathers or computes something again."""
+        recomputes = _only(self.candidate.costed.setting.recompute) != "none"
+        return recomputes or any(parameter.zero == 3 for parameter in self.plan.parameters.values())
 
     @property
     def plan(self) -> StagePlan:
@@ -82,6 +93,7 @@ class StageSolver:
         self.prepared, self.site, self.cost_model, self.options, self.solve = prepared, site, cost_model, options, solve
         self.boundary, self.storage = boundary, storage
         self.blocks = [block.path for group in prepared.graph.block_groups for block in group.blocks]
+        self.hint: str | None = None  # the mode of recomputation that suited a stage before this one
         self._priced: dict[tuple[int, ...], Costed] = {}
 
     def costed(self, counts: tuple[int, ...]) -> Costed:
@@ -134,7 +146,8 @@ class StageSolver:
         sizes = [[costs.size for costs in problem.node_costs_seconds] for problem in (costed.problem, theirs)]
         if sizes[0] != sizes[1] or [op.target for op in like.operators] != [op.target for op in graph.operators]:
             return None
-        found = candidate_of(costed, answer(costed.problem, choices, costed.problem.cost_of(choices)), self.site.available_bytes)
+        repeated = answer(costed.problem, choices, costed.problem.cost_of(choices))
+        found = candidate_of(costed, repeated, self.site.available_bytes)
         return Solved(found, times_of(found)) if found.stage is not None and not found.missing_bytes else None
 
     def _may_keep_all(self) -> bool:
@@ -153,13 +166,13 @@ class StageSolver:
         """For each mode of recomputation the least number of blocks with which the fastest sharding fits; and where even
         all blocks are not enough, the sharding that fits."""
         found = []
-        for place in (1, 2):
+        for place in (1, 2) if self.hint is None else (MODES.index(self.hint),):
             everything = self._free(self._counts(place, len(self.blocks)))
             if everything.missing_bytes:
                 found += self._as_many_as_pays(place, to_beat_seconds)
                 continue
             low, high, best = 0, len(self.blocks), everything
-            while high - low > max(1, len(self.blocks) // 32):
+            while high - low > max(1, len(self.blocks) // 12):
                 middle = (low + high) // 2
                 candidate = self._free(self._counts(place, middle))
                 low, high, best = (middle, high, best) if candidate.missing_bytes else (low, middle, candidate)

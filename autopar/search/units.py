@@ -53,14 +53,14 @@ class _Network:
         problem = self.costed.problem
         key = (id(problem.node_costs_seconds[node]), id(problem.node_memory_bytes[node]))
         if key not in self.rows:
-            self.rows[key] = _node_rows(self.costed, node)
+            self.rows[key] = _node_rows(self.costed, node).astype(np.float32)
         return self.rows[key]
 
     def edge_rows(self, edge: Edge, relaxed: bool) -> FloatArray:
         key = (id(edge.costs_seconds), id(edge.memory_bytes), relaxed)
         if key not in self.rows:
             rows = _edge_rows(self.costed, edge, self.forward.get(id(edge.costs_seconds)))
-            self.rows[key] = np.asarray(rows.min(axis=1)) if relaxed else rows
+            self.rows[key] = (np.asarray(rows.min(axis=1)) if relaxed else rows).astype(np.float32)
         return self.rows[key]
 
 
@@ -144,8 +144,8 @@ def _unit(network: _Network, at: int, entry: int | None, exit_: int | None) -> U
             sizes.append(problem.node_costs_seconds[node].size)
         return variables[node]
 
-    for node in sorted(node for node, unit in home.items() if unit == at):
-        factors.append(Factor((variable(node),), network.node_rows(node)))
+    own = sorted(node for node, unit in home.items() if unit == at)
+    factors.extend(Factor((variable(node),), network.node_rows(node)) for node in own)
     for edge in network.edges_of.get(at, ()):
         if home.get(edge.source, at) == at or edge.source == entry:
             factors.append(Factor((variable(edge.source), variable(edge.target)), network.edge_rows(edge, False)))

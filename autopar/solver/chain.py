@@ -5,7 +5,8 @@ that it ends with itself. Eliminating everything else leaves a matrix over the t
 
     W(s, t) = min over the inside of [ sum of the unit's tables ]                          `Elimination`
 
-and units in a row compose by the min-plus product (`search.pricing`), so no interval of units is solved again. All tables carry a leading dim of *weights*: the same unit under many prices of memory at once,
+and units in a row compose by the min-plus product (`search.pricing`), so no interval of units is solved again. All tables
+carry a leading dim of *weights*: the same unit under many prices of memory at once,
 
     cost = seconds + multiplier x bytes,
 
@@ -37,7 +38,7 @@ class Factor:
     """A table over variables: `rows` is (rows, size of each variable ...)."""
 
     variables: tuple[int, ...]
-    rows: FloatArray
+    rows: FloatArray | Table
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +120,10 @@ class Elimination:
     def evaluate(self, weights: FloatArray) -> Table:
         """(num weights, entry states, exit states): the least cost of the unit between its ports; one state where there is
         none. weights: (num weights, rows), the first row's weight above 0."""
-        tables = [np.tensordot(weights, factor.rows, axes=(1, 0)).astype(np.float32) for factor in self.unit.factors]
+        given = weights.astype(np.float32)
+        tables: list[Table] = [
+            np.tensordot(given, factor.rows, axes=(1, 0)).astype(np.float32, copy=False) for factor in self.unit.factors
+        ]
         total = np.zeros(len(weights), dtype=np.float32)
         for step in self._steps:
             tables.extend(tables[table].min(axis=1 + dim) for table, dim in step.relaxed)

@@ -1,9 +1,15 @@
-"""Seconds and memory of planning Llama-70B for 64 and 256 H100, as multiples of one torch.export call in the same run.
+"""Seconds and memory of planning large models for large clusters, as multiples of one torch.export call in the same run.
 
-``python -m tests.benchmarks.bench_planning [--layers 80]``. Each cluster is planned in a process of its own, so that peak
-memory is its own; the model is on meta. Without recomputation and micro-batches the activations of these batches do not
-fit 80 GB (the planner says so); so that the whole search is timed, memory rows included, the devices are given the
-memory that would do (``--memory-gib``), everything else being an H100's.
+``python -m tests.benchmarks.bench_planning [CASE ...]``; without names every case is run. Each case is planned in a process
+of its own, so that peak memory is its own; models are on meta.
+
+    one-stage-64, one-stage-256    Llama-70B (80 layers, sequence 4096, bfloat16) for 64 H100 (batch 128) and 256 H100
+                                   (batch 512), one stage, every mesh of up to two axes, micro-batches, recomputation
+    one-stage-64-twice             the same with twice the layers, for what planning costs after tracing
+    llama-256                      the same model for 256 H100, everything searched
+    gpt3-1024                      GPT-3 175B for 1024 A100-80GB (128 nodes, batch 1536, sequence 2048), everything searched
+    llama-32, llama-128            a Llama of so many layers for 64 H100, everything searched: how planning grows with depth
+    mixed-10000                    GPT-3 175B for 10,000 devices of two kinds
 """
 
 from __future__ import annotations
@@ -15,93 +21,134 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from autopar.errors import InfeasibleError
+from autopar.options import Parallelism
 from autopar.planner import plan
-from cost_models import Cluster, find_device
+from cost_models import Cluster
 
-CLUSTERS = {64: 128, 256: 512}  # devices -> global batch
-SEQUENCE = 4096
+Model = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
 
-def llama_70b(layers: int, batch: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def llama_70b(layers: int, batch: int, sequence: int = 4096) -> Model:
     config = LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64, num_key_value_heads=8,
-        vocab_size=128256, max_position_embeddings=SEQUENCE, use_cache=False,
+        vocab_size=128256, max_position_embeddings=sequence, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
-        tokens = torch.empty(batch, SEQUENCE, dtype=torch.long)
+        tokens = torch.empty(batch, sequence, dtype=torch.long)
     return model, {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def measure(devices: int, layers: int, memory_gib: float, alone: bool) -> dict[str, object]:
+def gpt3_175b(layers: int, batch: int, sequence: int = 2048) -> Model:
+    config = GPT2Config(
+        n_layer=layers, n_embd=12288, n_head=96, vocab_size=51200, n_positions=sequence, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config).to(torch.bfloat16).train()
+        tokens = torch.empty(batch, sequence, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def h100(devices: int) -> Cluster:
+    return Cluster.homogeneous(num_nodes=devices // 8, devices_per_node=8, device="H100-SXM")
+
+
+def a100(devices: int) -> Cluster:
+    return Cluster.homogeneous(num_nodes=devices // 8, devices_per_node=8, device="A100-SXM-80GB")
+
+
+def mixed(devices: int) -> Cluster:
+    """Three quarters A100, the rest H100."""
+    slow, fast = a100(devices * 3 // 4), h100(devices // 4)
+    return Cluster(nodes=(*slow.nodes, *fast.nodes), inter_link=slow.inter_link, name="A100 and H100")
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], Model]
+    cluster: Callable[[], Cluster]
+    parallelism: Parallelism | None = None
+
+
+ONE_STAGE = Parallelism(pipeline=1)
+CASES = {
+    "one-stage-64": Case(lambda: llama_70b(80, 128), lambda: h100(64), ONE_STAGE),
+    "one-stage-64-twice": Case(lambda: llama_70b(160, 128), lambda: h100(64), ONE_STAGE),
+    "one-stage-256": Case(lambda: llama_70b(80, 512), lambda: h100(256), ONE_STAGE),
+    "llama-256": Case(lambda: llama_70b(80, 512), lambda: h100(256)),
+    "gpt3-1024": Case(lambda: gpt3_175b(96, 1536), lambda: a100(1024)),
+    "llama-32": Case(lambda: llama_70b(32, 128), lambda: h100(64)),
+    "llama-128": Case(lambda: llama_70b(128, 128), lambda: h100(64)),
+    "mixed-10000": Case(lambda: gpt3_175b(96, 10000), lambda: mixed(10000)),
+}
+
+
+def measure(case: Case) -> dict[str, object]:
     """Plan once in this process."""
-    model, inputs = llama_70b(layers, CLUSTERS[devices])
+    model, inputs = case.model()
     start = time.perf_counter()
-    if not alone:
-        torch.export.export(model, (), inputs, strict=False)
+    torch.export.export(model, (), inputs, strict=False)
     exporting = time.perf_counter() - start
-    device = replace(find_device("H100-SXM"), name=f"H100 with {memory_gib} GiB", memory_bytes=int(memory_gib * 2**30))
-    cluster = Cluster.homogeneous(num_nodes=devices // 8, devices_per_node=8, device=device)
     start = time.perf_counter()
     try:
-        made = plan(model, cluster, inputs)
+        made = plan(model, case.cluster(), inputs, parallelism=case.parallelism)
     except InfeasibleError as error:
         return {"seconds": time.perf_counter() - start, "export_seconds": exporting, "infeasible": str(error)}
     seconds = time.perf_counter() - start
+    report = made.report()
     return {
         "seconds": seconds,
         "export_seconds": exporting,
         "phases": dict(made.timings),
         "mesh": str(made.stages[0].mesh),
-        "gap": made.report()["solver"]["gap"],
-        "step_seconds": made.report()["predicted"]["step_seconds"],
+        "schedule": report["schedule"],
+        "solver": {key: value for key, value in report["solver"].items() if isinstance(value, (int, float, str))},
+        "step_seconds": report["predicted"]["step_seconds"],
+        "mfu": report["predicted"]["mfu"]["value"],
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-def in_process(devices: int, layers: int, memory_gib: float, alone: bool = False) -> dict[str, object]:
-    words = ["--child", str(devices), "--layers", str(layers), "--memory-gib", str(memory_gib)] + ["--alone"] * alone
-    done = subprocess.run([sys.executable, "-m", __spec__.name, *words], capture_output=True, text=True, check=False)
+def in_process(name: str) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-m", __spec__.name, "--child", name], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def show(name: str, found: dict[str, object]) -> None:
-    ratio = found["seconds"] / found["export_seconds"] if found["export_seconds"] > 0.1 else float("nan")  # type: ignore[operator]
+    ratio = found["seconds"] / found["export_seconds"]  # type: ignore[operator]
     print(f"{name}: {found['seconds']:.1f} s, one torch.export {found['export_seconds']:.1f} s, ratio {ratio:.2f}")
     if "infeasible" in found:
         print(f"  {found['infeasible']}")
         return
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in found["phases"].items())  # type: ignore[attr-defined]
     print(f"  phases: {phases}; peak {found['peak_bytes'] / 1e9:.2f} GB")  # type: ignore[operator]
-    print(f"  {found['mesh']}, predicted step {found['step_seconds']:.2f} s, gap {found['gap']:.2e}")
+    print(f"  {found['mesh']}, {found['schedule']}")
+    print(f"  predicted step {found['step_seconds']:.2f} s, MFU {found['mfu']:.3f}; {found['solver']}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--memory-gib", type=float, default=320)
-    parser.add_argument("--child", type=int)
-    parser.add_argument("--alone", action="store_true", help="do not time torch.export")
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
+    parser.add_argument("--child")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     if arguments.child:
-        print(json.dumps(measure(arguments.child, arguments.layers, arguments.memory_gib, arguments.alone)))
+        print(json.dumps(measure(CASES[arguments.child])))
         return
-    for devices in CLUSTERS:
-        show(f"{devices} H100 of 80 GB", in_process(devices, arguments.layers, find_device("H100-SXM").memory_bytes / 2**30))
-        found = in_process(devices, arguments.layers, arguments.memory_gib)
-        show(f"{devices} x {arguments.memory_gib:.0f} GiB", found)
-        twice = in_process(devices, 2 * arguments.layers, 2 * arguments.memory_gib, alone=True)
-        after = [sum(found_["phases"].values()) - found_["phases"]["trace"] for found_ in (found, twice)]  # type: ignore[attr-defined]
-        print(f"  after tracing: {after[0]:.1f} s; with twice the layers {after[1]:.1f} s, {after[1] / after[0]:.2f} x")
+    for name in arguments.cases or CASES:
+        show(name, in_process(name))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,14 @@ class Grid:
 
 
 GRIDS = {
-    False: Grid(all_cases, run, ("model", "mesh", "plan", "axes"), HEAD, Path("build/equality.jsonl"), Path("docs/equality.md")),
+    False: Grid(
+        all_cases,
+        run,
+        ("model", "mesh", "plan", "axes"),
+        HEAD,
+        Path("build/equality.jsonl"),
+        Path("docs/equality.md"),
+    ),
     True: Grid(
         all_pipelines,
         run_pipeline,

@@ -27,6 +27,7 @@ BLOCKS = {
     "resnet": {"resnet.encoder.stages.0.layers": 2, "resnet.encoder.stages.1.layers": 2},
     "mlp": {},
     "moe": {"layers": 3},
+    "unet": {},
 }
 
 

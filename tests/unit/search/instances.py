@@ -154,8 +154,8 @@ def instance(seed: int) -> Instance:
     """A model of a few structures on 1 to 4 devices, alike or not, with ample or little memory."""
     draw = random.Random(seed)
     structure = draw.choice(list(STRUCTURES))
-    count = draw.choice((1, 2, 2, 3, 4) if structure in SMALL else (1, 2, 2))
-    graph = at_batch(traced(structure), draw.choice((2, 4, 4, 6) if count < 4 else (2, 3, 4)))
+    count = draw.choice((1, 2, 2, 3, 4) if structure in SMALL else (1, 2))
+    graph = at_batch(traced(structure), draw.choice((2, 4, 6) if structure in SMALL and count < 3 else (2, 3, 4)))
     tight = draw.choice((None, *LITTLE))
     kinds = [
         device(10 ** draw.uniform(8.5, 10), 1e12 if tight is None else _around(draw, tight * whole_bytes(graph) / count))

@@ -111,7 +111,7 @@ def stage_solver(structure: str, part: float) -> StageSolver:
 
 
 @pytest.mark.parametrize("part", [0.3, 0.45, 0.6, 2.0])
-@pytest.mark.parametrize("structure", ["three alike", "skip"])
+@pytest.mark.parametrize("structure", ["skip", pytest.param("three alike", marks=pytest.mark.slow)])
 def test_a_stage_is_solved_as_well_as_by_an_ilp(structure: str, part: float) -> None:
     solver = stage_solver(structure, part)
     best, least = solver.best(), least_stage_seconds(solver)
