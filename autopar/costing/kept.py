@@ -11,7 +11,7 @@ that holds most is charged with it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,9 +67,28 @@ class KeptBytes:
             for block in group.blocks:
                 mode = setting.recompute.get(block.path, "none")
                 self._modes[block.path] = mode
-                members = (block.operators,) if mode == "full" else runs(prepared.graph, block) if mode == "selective" else ()
+                members: Sequence[Sequence[str]] = (block.operators,) if mode == "full" else ()
+                if mode == "selective":
+                    members = [names for names in runs(prepared.graph, block) if self._keeps(names)]
                 for index, names in enumerate(members):
                     self.run_of.update(dict.fromkeys(names, (block.path, index)))
+
+    def _keeps(self, names: Sequence[str]) -> bool:
+        """Whether autograd would keep something that a run makes; else nothing is gained by computing it again."""
+        made: set[str] = set()
+        kept: set[str] = set()
+        for name in names:
+            operator = self.prepared.graph.operator_of[name]
+            outputs = [value for value in operator.outputs if value]
+            made.update(map(self._storage, outputs))
+            if self.prepared.gradient.isdisjoint(outputs):
+                continue
+            signature = self.prepared.signatures.get(self.prepared.name(name))
+            if signature is None or signature.saved_extra_bytes:
+                return True
+            kept.update(self._storage(operator.inputs[index]) for index in signature.saved_inputs)
+            kept.update(self._storage(outputs[index]) for index in signature.saved_outputs)
+        return not made.isdisjoint(kept)
 
     def is_full(self, run: Run) -> bool:
         """Whether a run is a whole block."""

@@ -1,24 +1,28 @@
 """The peak of a stage's memory over one step, from when each tensor of a plan is alive.
 
-Enters: a :class:`Costed` stage and the solver's choices. Leaves: bytes. A micro-batch's step is a row of slots: the forward
-passes of all operators, their backward passes in reverse, the reduction of gradients, the optimizer. Every tensor is alive
-from one slot to another, both included:
+Enters: a :class:`Costed` stage and the solver's choices. Leaves: bytes. The passes of one micro-batch are a row of slots: the
+forward passes of all operators, their backward passes in reverse, the reduction of gradients, the optimizer. Every tensor is
+alive from one slot to another, both included:
 
-    what autograd saves         from the operator that makes it to the backward pass of the first one that saved it
-    what is computed again      the same, and from where the run is computed again
-    a gradient                  from the backward pass of its value's last reader to that of the value's own operator
-    a parameter's gradient      from its last reader's backward pass on
-    ZeRO's whole parameters     around their use; buckets of gradients until they are sent
+    what autograd saves         from its operator to the backward pass of the first operator that saved it    `_value`
+    what is computed again      the same, and once more from where its run is computed again                  `_value`
+    what a conversion makes     to its reader, or to the reader's backward pass where that saved it           `_conversion`
+    a gradient                  from its value's last reader's backward pass to its own operator's            `_gradient`
+    a parameter's gradient      from the backward pass of its last reader on                                  `_own_gradient`
+    the same under ZeRO-2       from there until its bucket is sent                                           `_scattered`
+    a whole parameter, ZeRO-3   around its use, forward and backward                                          `_whole`
 
-and the peak is the largest sum. To that comes what is there throughout: parameters, optimizer states, gradients of earlier
-micro-batches, and what the other micro-batches in flight keep. The solver adds up bytes by choice, which cannot say *when*;
-its row is a lower bound of this (``kept.py``).
+The peak is the largest sum over the slots. To it comes what is there throughout: parameters, optimizer states, gradients of
+earlier micro-batches, and what the other micro-batches in flight keep. The solver adds up bytes by choice, which cannot say
+*when*: it sets aside more (``fitting.py``), the more so the fewer micro-batches there are.
+
+With as many micro-batches in flight as there are, no gradient is there yet when most activations are: they grow as the
+activations of the first backward pass go.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,6 +37,7 @@ from autopar.sharing import Reader
 # Pieces of one parameter that AdamW has at the same time beside its states: root and quotient, and the parameter before's
 # quotient (torch/optim/adam.py, _single_tensor_adam, which is what DTensors get on every device).
 OPTIMIZER_PIECES = 3.0
+SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # whose backward pass hands its gradient on as it is
 
 
 def peak_bytes(costed: Costed, choices: Sequence[int]) -> float:
@@ -51,35 +56,44 @@ class _Gradient:
 
 @dataclass
 class _Timeline:
+    """Bytes that come and go, by slot, while the tensors of a plan are gone through."""
+
     costed: Costed
     choices: Sequence[int]
     throughout: float = 0.0
+    kept: float = 0.0  # of one micro-batch between its passes
     deltas: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.graph, self.prepared, self.setting = self.costed.prepared.graph, self.costed.prepared, self.costed.setting
+        self.prepared, self.setting = self.costed.prepared, self.costed.setting
+        self.graph = self.prepared.graph
         self.keeping = KeptBytes(self.prepared, self.setting)
+        self.run_of = self.keeping.run_of
         self.place = {operator.id: index for index, operator in enumerate(self.graph.operators)}
         self.count = len(self.graph.operators)
-        self.deltas = [0.0] * (2 * self.count + 3)
-        self.grows = self.setting.num_micro_batches == self.setting.in_flight  # no gradients yet where most is in flight
-        self.kept = 0.0  # of one micro-batch between its passes
+        self.reduction, self.optimizer = 2 * self.count, 2 * self.count + 1
+        self.deltas = [0.0] * (self.optimizer + 2)
+        self.grows = self.setting.num_micro_batches == self.setting.in_flight
         runs: dict[Run, list[int]] = {}
-        for name, run in self.keeping.run_of.items():
+        for name, run in self.run_of.items():
             runs.setdefault(run, []).append(self.place[name])
+        self.scattered: list[tuple[int, int, float, float]] = []  # slots of last and first part, bytes whole and at rest
         self.first_of = {run: min(places) for run, places in runs.items()}
         self.last_of = {run: max(places) for run, places in runs.items()}
 
     def peak(self) -> float:
+        """The largest sum."""
         for operator in self.graph.operators:
-            self._results(operator)
+            for value in operator.outputs:
+                if value and self._storage(value) == value:
+                    self._value(value, operator)
             self._statistics(operator)
         for value in self.graph.received:
-            self._saved_value(value, 0, self._received_bytes(value), None)
-        self._converted()
+            self._value(value, None)
+        self._conversions()
         self._gradients()
         self._parameters()
-        total, most = 0.0, 0.0
+        total = most = 0.0
         for delta in self.deltas:
             total += delta
             most = max(most, total)
@@ -96,20 +110,22 @@ class _Timeline:
         return self.back(self.last_of[run])
 
     def alive(self, start: int, end: int, num_bytes: float) -> None:
+        """Add a tensor."""
         self.deltas[start] += num_bytes
         self.deltas[end + 1] -= num_bytes
         if start < self.count <= end:
             self.kept += num_bytes
 
-    # What a choice says
+    # What the choices say
 
     def table(self, operator: str) -> tuple[OperatorTable, int]:
+        """An operator's table, and its choice."""
         return self.costed.operator_table(operator), self.choices[self.costed.nodes[operator]]
 
     @cached_property
     def size_of(self) -> dict[str, float]:
-        """Bytes of every computed or received value here, in the layout in which it is made."""
-        found: dict[str, float] = {value: self._received_bytes(value) for value in self.graph.received}
+        """Bytes of every received and computed value, in the layout in which it is made."""
+        found = {value: self._received_bytes(value) for value in self.graph.received}
         for operator in self.graph.operators:
             table, choice = self.table(operator.id)
             outputs = [value for value in operator.outputs if value]
@@ -117,34 +133,31 @@ class _Timeline:
         return found
 
     def _received_bytes(self, value: str) -> float:
-        described = self.graph.values[value]
-        column = self.costed.input_columns[value]
+        described, column = self.graph.values[value], self.costed.input_columns[value]
         layout = column.distinct[column.which[self.choices[self.costed.nodes[value]]]]
         return float(self.costed.conversions.local_elements(described.shape, layout) * ITEM_BYTES[described.dtype])
 
     @cached_property
-    def made(self) -> dict[Reader, float]:
-        """Bytes that a conversion makes for a reader alone; what it shares with others is in ``made_shared``."""
-        return {reader: num_bytes for reader, num_bytes in self._made() if isinstance(reader, tuple)}
-
-    @cached_property
-    def made_shared(self) -> dict[str, float]:
-        return {key: num_bytes for key, num_bytes in self._made() if isinstance(key, str)}
+    def made(self) -> dict[Reader | str, float]:
+        """Bytes that conversions make, by reader, or by the key of the sharing group that they are for."""
+        return dict(self._made())
 
     def _made(self) -> Iterator[tuple[Reader | str, float]]:
-        for edge, made, reader in zip(
-            self.costed.problem.edges, self.costed.edges_made, self.costed.edges_reader, strict=True
-        ):
-            if made is not None:
-                num_bytes = float(made[self.choices[edge.source], self.choices[edge.target]])
-                if num_bytes:
-                    yield reader, num_bytes
+        costed = self.costed
+        for edge, made, reader in zip(costed.problem.edges, costed.edges_made, costed.edges_reader, strict=True):
+            num_bytes = 0.0 if made is None else float(made[self.choices[edge.source], self.choices[edge.target]])
+            if num_bytes:
+                yield reader, num_bytes
 
     def converts(self, operator: str, index: int) -> bool:
-        """Whether an operator reads another tensor than the one its value's operator made."""
-        return bool((operator, index) in self.made or self.prepared.group_key((operator, index)) in self.made_shared)
+        """Whether an operator reads another tensor than the one that its value's operator made."""
+        key = self.prepared.group_key((operator, index))
+        return (operator, index) in self.made or (key is not None and key in self.made)
 
     # Values
+
+    def _storage(self, value: str) -> str:
+        return self.graph.values[value].storage or value
 
     @cached_property
     def readers(self) -> dict[str, list[Reader]]:
@@ -152,178 +165,169 @@ class _Timeline:
         found: dict[str, list[Reader]] = {}
         for operator in self.graph.operators:
             for index, value in enumerate(operator.inputs):
-                found.setdefault(self.graph.values[value].storage or value, []).append((operator.id, index))
+                found.setdefault(self._storage(value), []).append((operator.id, index))
         return found
 
     def differentiated(self, operator: Operator) -> bool:
+        """Whether a gradient flows through some result."""
         return any(value in self.prepared.gradient for value in operator.outputs)
 
-    def saves(self, operator: Operator, index: int) -> bool:
-        """Whether autograd keeps this input."""
-        signature = self.prepared.signatures.get(self.prepared.name(operator.id))
-        return self.differentiated(operator) and (signature is None or index in signature.saved_inputs)
-
-    def _results(self, operator: Operator) -> None:
-        outputs = [value for value in operator.outputs if value]
-        for value in outputs:
-            if (self.graph.values[value].storage or value) == value:
-                self._saved_value(value, self.place[operator.id], self.size_of[value], operator)
-
-    def _saved_value(self, value: str, start: int, num_bytes: float, maker: Operator | None) -> None:
-        """A tensor in forward, and where its run is computed again."""
-        run = self.keeping.run_of.get(maker.id) if maker else None
-        end, inside = start, -1
-        for name, index in self.readers.get(value, ()):
-            reader, reads = self.graph.operator_of[name], self.keeping.run_of.get(name)
-            end = max(end, self.place[name])
-            if self.converts(name, index):
-                continue
-            if reads is not None and reads != run:
-                end = max(end, self.back(self.first_of[reads]))
-            elif self.saves(reader, index):
-                inside, end = self._until(reads, self.place[name], inside, end)
-        if maker is not None and self._saves_result(maker, value):
-            inside, end = self._until(run, self.place[maker.id], inside, end)
-        if value in self.graph.sent or any(output.value == value for output in self.graph.outputs):
-            end = max(end, self.count - 1)
-        self.alive(start, end if maker else max(end, self.back(0)), num_bytes)
-        if run is not None:
-            self.alive(self.again(run), max(self.again(run), inside), num_bytes if inside >= 0 or end >= self.count else 0.0)
-
-    def _until(self, run: Run | None, saver: int, inside: int, end: int) -> tuple[int, int]:
-        """Ends of a tensor's two lives, that of its run's second time and that from forward on, for one that saves it."""
-        slot = self.back(saver)
-        return (inside, max(end, slot)) if run is None else (max(inside, slot), end)
+    def saves(self, name: str, index: int) -> bool:
+        """Whether autograd keeps this input of an operator."""
+        signature = self.prepared.signatures.get(self.prepared.name(name))
+        kept = signature is None or index in signature.saved_inputs
+        return kept and self.differentiated(self.graph.operator_of[name])
 
     def _saves_result(self, operator: Operator, value: str) -> bool:
-        if not self.differentiated(operator):
-            return False
         signature = self.prepared.signatures.get(self.prepared.name(operator.id))
         outputs = [output for output in operator.outputs if output]
-        return any(
-            (self.graph.values[output].storage or output) == value
-            for index, output in enumerate(outputs)
-            if signature is None or index in signature.saved_outputs
-        )
+        places = [index for index, output in enumerate(outputs) if self._storage(output) == value]
+        kept = signature is None or not signature.saved_outputs.isdisjoint(places)
+        return kept and self.differentiated(operator)
+
+    def _value(self, value: str, maker: Operator | None) -> None:
+        """A computed or received tensor: in forward, and where its run is computed again."""
+        place = self.place[maker.id] if maker else 0
+        run = self.run_of.get(maker.id) if maker else None
+        ends = {None: place if maker else self.back(0), run: place}  # of its first life, and of that in its own run
+        direct = self._direct(value)
+        savers = [(name, self.place[name]) for name, index in direct if self.saves(name, index)]
+        if maker and self._saves_result(maker, value):
+            savers.append((maker.id, place))
+        for name, saver in savers:
+            reads = self.run_of.get(name)
+            if reads in ends:
+                ends[reads] = max(ends[reads], self.back(saver))
+        entered = [self.run_of.get(name) for name, _ in direct]
+        slots = [self.back(self.first_of[reads]) for reads in entered if reads is not None and reads != run]
+        slots += [self.place[name] for name, _ in self.readers.get(value, ())]
+        if value in self.graph.sent or any(output.value == value for output in self.graph.outputs):
+            slots.append(self.count - 1)
+        ends[None] = max([ends[None], *slots])
+        self.alive(place, ends[None], self.size_of[value])
+        if run is not None and max(ends.values()) >= self.count:
+            again = self.again(run)
+            self.alive(again, max(again, ends[run]), self.size_of[value])
+
+    def _direct(self, value: str) -> list[Reader]:
+        """Those that read the tensor itself, or views of it."""
+        return self._through_views(r for r in self.graph.readers_of.get(value, ()) if not self.converts(*r))
+
+    def _through_views(self, readers: Iterable[Reader]) -> list[Reader]:
+        """These readers of a tensor, and those of the views that they make of it."""
+        found, waiting = list[Reader](), list(readers)
+        while waiting:
+            name, index = waiting.pop()
+            found.append((name, index))
+            operator = self.graph.operator_of[name]
+            storage = self._storage(operator.inputs[index])
+            views = [value for value in operator.outputs if value and self._storage(value) == storage]
+            for value in views:
+                waiting += [reader for reader in self.graph.readers_of.get(value, ()) if not self.converts(*reader)]
+        return found
 
     def _statistics(self, operator: Operator) -> None:
         """What an operator keeps besides, and what its backward pass makes beside gradients."""
         if not self.differentiated(operator):
             return
         table, choice = self.table(operator.id)
-        place, run = self.place[operator.id], self.keeping.run_of.get(operator.id)
+        place, run = self.place[operator.id], self.run_of.get(operator.id)
         extra = float(table.extra_bytes[choice])
-        if run is None:
-            self.alive(place, self.back(place), extra)
-        else:
-            self.alive(place, place, extra)
+        self.alive(place, self.back(place) if run is None else place, extra)
+        if run is not None:
             self.alive(self.again(run), self.back(place), extra)
         size = sum(self.size_of[value] for value in operator.outputs if value)
         beside = extra if "cross_entropy" in operator.target else TEMPORARIES.get(operator.target, 0.0) * size
         self.alive(self.back(place), self.back(place), beside)
 
-    def _converted(self) -> None:
-        """Tensors that conversions make, and their gradients."""
-        for reader, num_bytes in self.made.items():
-            self._conversion([reader], num_bytes)
-        members: dict[str, list[Reader]] = {}
+    def _conversions(self) -> None:
+        members: dict[Reader | str, list[Reader]] = {}
         for reader in self.prepared.groups:
             key = self.prepared.group_key(reader)
-            if key is not None and key in self.made_shared:
+            if key is not None:
                 members.setdefault(key, []).append(reader)
-        for key, readers in members.items():
-            self._conversion(readers, self.made_shared[key])
+        for made_for, num_bytes in self.made.items():
+            self._conversion([made_for] if isinstance(made_for, tuple) else members[made_for], num_bytes)
 
     def _conversion(self, readers: Sequence[Reader], num_bytes: float) -> None:
+        """What a conversion makes, and its gradient."""
         places = [self.place[name] for name, _ in readers]
-        start, end = min(places), max(places)
-        value = self.graph.operator_of[readers[0][0]].inputs[readers[0][1]]
-        inside = -1
-        run: Run | None = None
-        for name, index in readers:
-            reads = self.keeping.run_of.get(name)
-            saved = self.saves(self.graph.operator_of[name], index)
-            if reads is not None and not self.keeping.is_full(reads):
-                end = max(end, self.back(self.first_of[reads]))  # it is split there: what communicates is in no run
-            elif reads is not None:
-                run = reads
-                inside = max(inside, self.back(self.place[name]) if saved else -1)
-            elif saved:
+        end, inside = max(places), dict[Run, int]()
+        for name, index in self._through_views(readers):
+            run, saved = self.run_of.get(name), self.saves(name, index)
+            if run is not None and not self.keeping.is_full(run):
+                end = max(end, self.back(self.first_of[run]))  # it is split there: what is sent is in no run
+            elif saved and run is None:
                 end = max(end, self.back(self.place[name]))
-        self.alive(start, end, num_bytes)
-        if run is not None and inside >= 0:
-            self.alive(self.again(run), inside, num_bytes)
-        flows = [self.place[n] for n, i in readers if self.prepared.flows(self.graph.operator_of[n], i)]
-        if flows and self.graph.values[value].kind != "parameter":
-            self.alive(self.back(max(flows)), self.back(min(flows)), num_bytes)
+            elif saved and run is not None:
+                inside[run] = max(inside.get(run, 0), self.back(self.place[name]))
+        self.alive(min(places), end, num_bytes)
+        for run, last in inside.items():
+            self.alive(self.again(run), last, num_bytes)
+        flowing = [self.place[name] for name, index in readers if self.flows(name, index)]
+        value = self.graph.operator_of[readers[0][0]].inputs[readers[0][1]]
+        if flowing and self.graph.values[value].kind != "parameter":
+            self.alive(self.back(max(flowing)), self.back(min(flowing)), num_bytes)
 
     # Gradients
 
+    def flows(self, name: str, index: int) -> bool:
+        """Whether a gradient flows through this input."""
+        return self.prepared.flows(self.graph.operator_of[name], index)
+
     def _gradients(self) -> None:
         """Gradients of computed and received values, in the order in which backward makes them."""
-        roots: dict[str, _Gradient] = {}
+        found: dict[str, _Gradient] = {}
         for operator in reversed(self.graph.operators):
             for value in operator.outputs:
-                if value and value in self.prepared.gradient:
-                    self._gradient(value, self.place[operator.id], roots)
+                if value in self.prepared.gradient:
+                    self._gradient(value, self.place[operator.id], found)
         for value in self.graph.received:
             if value in self.prepared.gradient:
-                self._gradient(value, -1, roots)
-        for gradient in {id(gradient): gradient for gradient in roots.values()}.values():
+                self._gradient(value, -1, found)
+        for gradient in {id(gradient): gradient for gradient in found.values()}.values():
             self.alive(gradient.start, gradient.end, gradient.num_bytes)
 
-    def _gradient(self, value: str, maker: int, roots: dict[str, _Gradient]) -> None:
+    def _gradient(self, value: str, maker: int, found: dict[str, _Gradient]) -> None:
+        """A value's gradient: what the last reader hands on, alive on until the value's operator takes it; what other
+        readers add is alive for their slot."""
         size, end = self.size_of[value], self.back(maker)
+        if value in self.graph.sent:  # received from the next stage
+            found[value] = _Gradient(size, self.count, end)
         flowing = sorted(
-            (
-                (self.place[name], index)
-                for name, index in self.graph.readers_of.get(value, ())
-                if self.prepared.flows(self.graph.operator_of[name], index)
-            ),
+            ((self.place[name], index) for name, index in self.graph.readers_of.get(value, ()) if self.flows(name, index)),
             reverse=True,
         )
-        if value in self.graph.sent:
-            roots[value] = _Gradient(size, self.count, end)
+        is_shared = False
         for number, (place, index) in enumerate(flowing):
-            slot, operator = self.back(place), self.graph.operators[place]
-            shared = roots.get(self._handed_on(operator, index))
-            if value not in roots:
-                if shared is not None:
-                    roots[value] = shared
-                    shared.end = max(shared.end, end if number == len(flowing) - 1 else self.back(flowing[number + 1][0]))
-                else:
-                    roots[value] = _Gradient(size, slot, end)
-            elif number == 1 and value not in self.graph.sent and self._is_shared(value, operator, flowing, roots):
-                roots[value] = _Gradient(size, slot, end)
-                self.alive(slot, slot, 0.0 if shared is not None else size)
+            slot = self.back(place)
+            shared = found.get(self._handed_on(self.graph.operators[place], index))
+            if value not in found and shared is not None:
+                following = self.back(flowing[number + 1][0]) if number + 1 < len(flowing) else end
+                shared.end = max(shared.end, following)
+                found[value], is_shared = shared, True
+            elif value not in found or is_shared:  # memory of another's gradient is not added to: the sum is a new tensor
+                self.alive(slot, slot, size if is_shared and shared is None else 0.0)
+                found[value], is_shared = _Gradient(size, slot, end), False
             elif shared is None:
                 self.alive(slot, slot, size)
 
-    def _is_shared(
-        self, value: str, operator: Operator, flowing: Sequence[tuple[int, int]], roots: Mapping[str, _Gradient]
-    ) -> bool:
-        """Whether the gradient so far is memory of another one's, so that a sum is a new tensor."""
-        first = self.graph.operators[flowing[0][0]]
-        handed = self._handed_on(first, flowing[0][1])
-        return roots.get(handed) is roots[value]
-
     def _handed_on(self, operator: Operator, index: int) -> str:
-        """The result whose gradient's memory is that of this input's; empty for none."""
-        if self.converts(operator.id, index):
-            return ""
+        """The result whose gradient's memory is that of this input's, too; empty for none."""
         outputs = [value for value in operator.outputs if value]
         mine, result = self.graph.values[operator.inputs[index]], self.graph.values[outputs[0]]
-        if len(outputs) != 1 or mine.num_elements != result.num_elements or mine.dtype != result.dtype:
+        if len(outputs) != 1 or (mine.num_elements, mine.dtype) != (result.num_elements, result.dtype):
             return ""
         signature = self.prepared.signatures.get(self.prepared.name(operator.id))
         is_view = signature is not None and signature.kind in ("view", "free")
-        is_sum = operator.target in ("aten.add.Tensor", "aten.add_.Tensor") and mine.shape == result.shape
-        return outputs[0] if is_view or is_sum else ""
+        is_sum = operator.target in SUMS and mine.shape == result.shape
+        return outputs[0] if (is_view or is_sum) and not self.converts(operator.id, index) else ""
 
     # Parameters
 
     def _parameters(self) -> None:
-        largest, buckets = 0.0, {0: 0.0, 1: 0.0, 2: 0.0}
+        """What parameters keep and what is held around them, the buckets of gradients at the end, the optimizer's step."""
+        largest, buckets = 0.0, {0: 0.0, 1: 0.0}
         for parameter in self.graph.parameters:
             table = self.costed.parameter_table(parameter.value)
             at = self.choices[self.costed.nodes[parameter.value]]
@@ -332,57 +336,74 @@ class _Timeline:
             used = float(self.costed.conversions.local_elements(value.shape, choice.use) * ITEM_BYTES[value.dtype])
             self.throughout += stored + copy + states
             self._whole(parameter.value, choice, used)
-            if not gradient:
-                continue
-            largest = max(largest, stored)
-            self._parameter_gradient(parameter.value, choice, used, gradient)
-            if choice.zero in buckets and self._is_sent(choice):
-                buckets[choice.zero] += used
-        for buffer in self.graph.buffers:
-            self.throughout += self.graph.values[buffer.value].num_bytes
+            if gradient:
+                largest = max(largest, stored)
+                self._own_gradient(parameter.value, choice, used, gradient)
+                if choice.zero in buckets and self._is_sent(choice):
+                    buckets[choice.zero] += used
+        self.throughout += sum(self.graph.values[buffer.value].num_bytes for buffer in self.graph.buffers)
+        self._scattered()
         for num_bytes in buckets.values():
-            self.alive(2 * self.count, 2 * self.count, min(num_bytes, float(BUCKET_BYTES)))
-        self.alive(2 * self.count + 1, 2 * self.count + 1, OPTIMIZER_PIECES * largest)
+            self.alive(self.reduction, self.reduction, min(num_bytes, float(BUCKET_BYTES)))
+        self.alive(self.optimizer, self.optimizer, OPTIMIZER_PIECES * largest)
 
     def _is_sent(self, choice: ParameterChoice) -> bool:
-        """Whether the gradient is a sum of terms of several devices."""
+        """Whether the gradient is a sum of several devices' terms."""
         sizes = self.costed.mesh.shape
         return any(state == SUMMED_GRADIENT and size > 1 for state, size in zip(choice.use, sizes, strict=True))
 
-    def _reading(self, value: str) -> list[Reader]:
-        return list(self.graph.readers_of.get(value, ()))
-
     def _whole(self, value: str, choice: ParameterChoice, used: float) -> None:
-        """ZeRO-3's copies around their use."""
-        readers = self._reading(value)
+        """ZeRO-3's copies of a parameter: from its first to its last use in forward, and in backward from where it is
+        gathered again, for a run that is computed again all at once."""
+        readers = self.graph.readers_of.get(value, ())
         if choice.zero != 3 or not readers:
             return
         places = [self.place[name] for name, _ in readers]
         self.alive(min(places), max(places), used)
-        savers = [(self.place[n], self.keeping.run_of.get(n)) for n, i in readers if self.saves(self.graph.operator_of[n], i)]
-        runs = [self.again(run) for _, run in savers if run is not None]
+        savers = [name for name, index in readers if self.saves(name, index)]
         if savers:
-            ends = [self.back(place) for place, _ in savers]
-            self.alive(min([*ends, *runs]), max(ends), used)
+            slots = [self.back(self.place[name]) for name in savers]
+            again = [self.again(self.run_of[name]) for name in savers if name in self.run_of]
+            self.alive(min([*slots, *again]), max(slots), used)
 
-    def _parameter_gradient(self, value: str, choice: ParameterChoice, used: float, resting: float) -> None:
-        flowing = [self.place[n] for n, i in self._reading(value) if self.prepared.flows(self.graph.operator_of[n], i)]
+    def _own_gradient(self, value: str, choice: ParameterChoice, used: float, resting: float) -> None:
+        """``used`` bytes while the gradient is whole, ``resting`` where it has been brought to its rest."""
+        flowing = [self.place[name] for name, index in self.graph.readers_of.get(value, ()) if self.flows(name, index)]
         if not flowing:
             return
-        start, end = self.back(max(flowing)), self.back(min(flowing))
-        cut = next((state.dim for state, use in zip(choice.storage, choice.use, strict=True) if isinstance(state, Shard) and state != use), 0)
-        last = 2 * self.count + 1
-        if not self.grows:
-            self.throughout += resting
+        start, end, last = self.back(max(flowing)), self.back(min(flowing)), self.optimizer
+        self.throughout += 0.0 if self.grows else resting
+        new = resting if self.grows else 0.0
         if choice.zero <= 1:
             self.alive(start, last if self.grows else end, used)
         elif choice.zero == 2:
-            self.alive(start, 2 * self.count, used)
-            self.alive(2 * self.count + 1, last, resting if self.grows else 0.0)
+            self.scattered.append((end, start, used, new))
         else:
             self.alive(start, end, used)
-            self.alive(end, end, (used if cut else 0.0) + (0.0 if self.grows else resting))
-            self.alive(end, last, resting if self.grows else 0.0)
+            self.alive(end, end, (used if _is_stacked(choice) else 0.0) + resting - new)
+            self.alive(end, last, new)
+
+    def _scattered(self) -> None:
+        """ZeRO-2's gradients, which are sent when a bucket of them is full and at the end. The bucket is a copy, and alive
+        until the next one is sent."""
+        bucket: list[tuple[int, float, float]] = []
+        full, sent_at = 0.0, self.reduction
+        for number, (end, start, used, resting) in enumerate(sorted(self.scattered)):
+            bucket.append((start, used, resting))
+            full += used
+            is_last = number + 1 == len(self.scattered)
+            if full < BUCKET_BYTES and not is_last:
+                continue
+            sent_at = self.reduction if is_last else end
+            for since, whole, piece in bucket:
+                self.alive(since, sent_at, whole)
+                self.alive(sent_at, self.optimizer, 0.0 if is_last else piece)
+                self.alive(self.optimizer, self.optimizer, piece if is_last else 0.0)
+            self.alive(sent_at, self.reduction if is_last else min(self.reduction, sent_at + 1), full)
+            bucket, full = [], 0.0
 
 
-__all__ = ["peak_bytes"]
+def _is_stacked(choice: ParameterChoice) -> bool:
+    """Whether the pieces of a gradient are copied one behind the other before they are sent."""
+    pairs = zip(choice.storage, choice.use, strict=True)
+    return any(isinstance(rest, Shard) and rest != use and rest.dim > 0 for rest, use in pairs)

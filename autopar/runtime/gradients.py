@@ -112,9 +112,12 @@ class GradientReducer:
         for key in list(self._scatters):
             self._launch_scatter(key)
         for scatter in self._launched_scatters:
-            for slot, shard in scatter.finish():
-                self._keep(slot, shard)
+            self._finish_scatter(scatter)
         self._launched_scatters = []
+
+    def _finish_scatter(self, scatter: ScatterBucket) -> None:
+        for slot, shard in scatter.finish():
+            self._keep(slot, shard)
 
     def _keep(self, slot: ParameterSlot, shard: Tensor) -> None:
         """Add to the slot's shard of this step."""
@@ -183,6 +186,8 @@ class GradientReducer:
         bucket = self._scatters.pop(key)
         bucket.launch()
         self._launched_scatters.append(bucket)
+        if len(self._launched_scatters) > 1:  # what is sent stays in memory until it is waited for
+            self._finish_scatter(self._launched_scatters.pop(0))
 
     def _launch_sum(self, key: tuple[tuple[int, ...], torch.dtype]) -> None:
         bucket = self._sums.pop(key)

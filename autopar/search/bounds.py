@@ -26,14 +26,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autopar.costing.conversions import FloatArray
 from autopar.search.pricing import Priced
 from autopar.search.space import V_SHAPED, Frame
 from autopar.search.units import ROWS
 from cost_models import Hops, StageTimes, in_flight, orders, step_seconds_only
+
+FloatArray = NDArray[np.floating[Any]]  # bounds are kept in float32, a rounding width below what they bound
 
 MOST_SLOWER = 1e4  # than the whole model's busy seconds divided by the stages: nothing fits
 BISECTIONS = 18

@@ -33,16 +33,17 @@ def infeasible(search: JointSearch) -> InfeasibleError:
         )
     available = search.cost_model.min_device_memory_bytes(options.memory_margin)
     lean = _with_memory(search, needed)
-    more = _with_devices(search) if options.parallelism.is_free and options.mesh_shape is None else None
+    may_grow = options.parallelism.is_free and options.mesh_shape is None  # else what is forced need not suit more devices
+    more = _with_devices(search) if may_grow else None
     smallest = math.ceil((lean.peak_bytes if lean else needed) / 2**30 * 100) / 100
-    advice = "more of these devices alone would not do"
+    advice = "; more of these devices alone would not do" if may_grow else ""
     if more is not None:
         count, plan = more
-        advice = f"{count} of these devices would do ({_describe(plan)})"
+        advice = f"; {count} of these devices would do ({_describe(plan)})"
     return InfeasibleError(
         f"no plan fits: the leanest one{f' ({_describe(lean)})' if lean else ''} needs {smallest:.2f} GiB on each of "
         f"{cluster.num_devices} devices, which have {available / 2**30:.2f} GiB for it (memory less the software's own and "
-        f"the margin); {smallest:.2f} GiB on each device would do; {advice}"
+        f"the margin); {smallest:.2f} GiB on each device would do{advice}"
     )
 
 

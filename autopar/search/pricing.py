@@ -89,20 +89,21 @@ class Priced:
             result[start, start + 1 :] -= np.maximum.accumulate(held[start:])
         return result
 
-    def costs(self, weights: FloatArray, modes: Sequence[str] | None = None) -> FloatArray:
+    def costs(self, weights: FloatArray, modes: Sequence[str] | None = None) -> Table:
         """(weights, starts, ends): the least weighted cost of every run of units, its ports free, less rounding.
 
         A block that lies in the run as a whole takes the mode of ``modes`` (by default all that are allowed) that suits it;
         of a block that is cut nothing is recomputed.
         """
         taken = [mode for mode in self.modes if mode == self.plain or modes is None or mode in modes]
-        return _Run(self.chain, self._matrices(weights, taken), self.plain).costs(len(weights)) * (1 - ROUNDING)
+        found = _Run(self.chain, self._matrices(weights, taken), self.plain).costs(len(weights))
+        return np.asarray(found * np.float32(1 - ROUNDING), dtype=np.float32)
 
-    def fastest(self, weights: FloatArray) -> FloatArray:
+    def fastest(self, weights: FloatArray) -> Table:
         """Costs where bytes do not count, so that nothing is recomputed."""
         return self.costs(weights, [self.plain])
 
-    def leanest(self, weights: FloatArray) -> FloatArray:
+    def leanest(self, weights: FloatArray) -> Table:
         """Costs where only bytes count, so that as much is recomputed as may be."""
         return self.costs(weights, self.modes[-1:])
 
@@ -146,9 +147,9 @@ class _Run:
         self.modes = list(matrices)
         self.keys = [(p.kind, p.block is None, p.opens, p.closes) for p in chain.places]
 
-    def costs(self, num_weights: int) -> FloatArray:
+    def costs(self, num_weights: int) -> Table:
         count = len(self.places)
-        result = np.full((num_weights, count, count + 1), np.inf)
+        result = np.full((num_weights, count, count + 1), np.inf, dtype=np.float32)
         walked: dict[object, tuple[int, list[_Reached]]] = {}
         for start in range(count):
             base, path = walked.get(self.keys[start], (start, []))

@@ -152,4 +152,6 @@ class Elimination:
             square = np.full((num_weights, entry, entry), np.inf, dtype=np.float32)
             square[:, range(entry), range(entry)] = total
             return square
-        return np.broadcast_to(total.reshape(num_weights, *total.shape[1:]), total.shape).reshape(num_weights, entry, leaving)
+        sizes = [unit.sizes[port] for port in (unit.entry, unit.exit) if port is not None]
+        spread = total.reshape(num_weights, *(total.shape[1:] or (1,) * len(sizes)))  # 1 where no factor has a port
+        return np.broadcast_to(spread, (num_weights, *sizes)).reshape(num_weights, entry, leaving)

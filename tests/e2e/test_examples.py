@@ -47,7 +47,13 @@ def losses(printed: str) -> list[float]:
 
 def test_examples_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert set(lengths) == {"mlp.py", "transformers_gpt2.py", "mixture_of_experts.py", "pipeline.py", "plan_large_cluster.py"}
+    assert set(lengths) == {
+        "mlp.py",
+        "transformers_gpt2.py",
+        "mixture_of_experts.py",
+        "pipeline.py",
+        "plan_large_cluster.py",
+    }
     assert all(length < 60 for length in lengths.values()), lengths
 
 
@@ -68,7 +74,9 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
     shown = python(str(EXAMPLES / "mixture_of_experts.py"), folder=tmp_path)
     assert "all_to_all" in shown, "tokens travel to the experts' devices"
     model = f"{EXAMPLES / 'mixture_of_experts.py'}:model"
-    printed = python("-m", "autopar", "run", model, "--cluster", "local:2", "--tensor", "2", "--steps", "3", folder=tmp_path)
+    printed = python(
+        "-m", "autopar", "run", model, "--cluster", "local:2", "--tensor", "2", "--steps", "3", folder=tmp_path
+    )
     trained = losses(printed)
     assert len(trained) == 3 and trained[-1] < trained[0]
     assert re.search(r"step: predicted .* measured ", printed)

@@ -37,7 +37,8 @@ PIPELINES_HEAD = f"""# Pipelines equal one device
 Every case cuts a model into stages, solves each on its mesh, generates the program, runs it on simulated ranks in float64
 under the schedule of torch.distributed.pipelining, and compares with the plain model: loss, outputs, every gradient, and
 every parameter after a step of AdamW (with torch's own epsilon of 1e-8). {MEASURED}
-`ranks` are pipeline ranks, each with the devices that `mesh` says; interleaved and V-shaped schedules have two stages a rank.
+`ranks` are pipeline ranks, each with the devices that `axes` says. Interleaved and V-shaped schedules have two stages a rank,
+but for the interleaved zero-bubble one on more than two ranks, which is seen with one.
 Micro-batches: 4 of 10 samples on 2 ranks (of 4, 2, 2 and 2 where the batch is shared by two devices), 3 of 6 on 3, 4 of 8
 on 4. The U-Net repeats no block, so that there is nothing to recompute. Made by `python -m tests.equality --pipelines`.
 

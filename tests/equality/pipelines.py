@@ -29,7 +29,9 @@ Built = tuple[nn.Module, dict[str, torch.Tensor]]
 LAYERS = 2
 
 MODELS: dict[str, Callable[[int], Built]] = {
-    "gpt2": lambda batch: models.gpt2(batch, LAYERS),  # embedding and head are one parameter, in the first and the last stage
+    "gpt2": lambda batch: models.gpt2(
+        batch, LAYERS
+    ),  # embedding and head are one parameter, in the first and the last stage
     "llama": lambda batch: models.llama(batch, LAYERS),
     "t5": lambda batch: models.t5(batch, LAYERS),  # what the encoder makes is relayed to every stage of the decoder
     "vit": lambda batch: models.vit(batch, LAYERS),

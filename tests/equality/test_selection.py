@@ -54,4 +54,6 @@ def test_selection_covers_the_grid_of_pipelines() -> None:
     chosen = pipeline_selection()
     assert {case.model for case in chosen} == set(IN_STAGES) and {case.num_ranks for case in chosen} == set(BATCHES)
     assert {(case.schedule, case.spread) for case in chosen} == {(s, spread) for s in SCHEDULES for spread in SPREADS}
-    assert {(case.spread, case.recompute) for case in chosen} == {(spread, mode) for spread in SPREADS for mode in MODES}
+    assert {(case.spread, case.recompute) for case in chosen} == {
+        (spread, mode) for spread in SPREADS for mode in MODES
+    }

@@ -1,7 +1,9 @@
-"""Plans whose memory is predicted and measured: cases, the prediction by pipeline rank, and a profiled training step.
+"""Plans whose memory is predicted and measured: cases, their plans, and the allocations of a rank while it trains.
 
-Measured is torch.profiler's record of the allocator, from before the parameters are made, over two steps of AdamW:
-gradients are set to None between them, as training loops do, so the second has the peak.
+Measured is torch.profiler's record of the allocator, from before the parameters are made, over two steps of AdamW; gradients
+are set to None between them, as training loops do, so the second step has the peak. The rank runs alone, in a process group
+that sends nothing ("fake"): its tensors are those of a real run, whose values alone differ. (Over gloo, threads of its own
+free what was sent: late, and unseen by the profiler.)
 """
 
 from __future__ import annotations
@@ -10,18 +12,22 @@ import gc
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.batching import at_batch, micro_batch_sizes
 from autopar.codegen import generate
-from autopar.costing import Costed, build, prepare
+from autopar.costing import build, prepare
 from autopar.costing.candidate import Candidate
+from autopar.costing.operators import Role
 from autopar.costing.setting import Setting
 from autopar.fitting import candidate_of
+from autopar.mesh import Mesh
 from autopar.options import Parallelism, PlanOptions
 from autopar.plans import Plan
 from autopar.runtime import Engine, load_program
@@ -29,15 +35,16 @@ from autopar.solver import solve
 from autopar.staging import stage_graphs
 from autopar.tracing import Traced, trace
 from cost_models import Cluster, CostModel, in_flight
-from tests.support.pipelines import _boundary, _modes, even_cuts
+from tests.support.pipelines import boundary_of, even_cuts, modes_of
 
-SEQUENCE, HIDDEN, VOCABULARY = 128, 256, 1000
-AXES = {"data": ("data",), "tensor": ("tensor",)}
+SEQUENCE, HIDDEN, VOCABULARY, BATCH, LAYERS = 128, 256, 1000, 8, 4
+NUM_DEVICES = 2
+STEPS = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan for two devices: a mesh of two along ``axis``, or two pipeline ranks with one device each where it is empty."""
+    """A plan for two devices: a mesh of two along ``axis``, or two pipeline ranks of one device where it is empty."""
 
     family: str
     axis: str = ""
@@ -45,17 +52,16 @@ class Case:
     num_micro_batches: int = 1
     recompute: str = "none"
     zero: int = 0
-    layers: int = 4
-    batch: int = 8
 
     @property
-    def num_ranks(self) -> int:
-        """Pipeline ranks."""
+    def num_stages(self) -> int:
+        """As many as pipeline ranks."""
         return 1 if self.axis else 2
 
     def __str__(self) -> str:
-        way = f"{self.axis}=2 zero={self.zero}" if self.axis else f"{self.schedule} of 2 stages"
-        return f"{self.family} {way}, {self.num_micro_batches} micro-batches, recompute={self.recompute}"
+        way = f"{self.axis}=2" if self.axis else f"2 stages {self.schedule}"
+        zero = f" ZeRO-{self.zero}" if self.zero else ""
+        return f"{self.family} {way}{zero}, {self.num_micro_batches} micro-batches, recompute {self.recompute}"
 
 
 CASES = (
@@ -74,67 +80,87 @@ CASES = (
 )
 
 
+@dataclass(frozen=True)
+class Compared:
+    """Bytes of one pipeline rank's devices: set aside by the planner, predicted, measured, and what was alive at the
+    measured peak, by the operators around its allocation."""
+
+    case: Case
+    pipeline_rank: int
+    set_aside_bytes: float
+    predicted_bytes: float
+    measured_bytes: int
+    alive: Mapping[str, int]
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted_bytes / self.measured_bytes
+
+
+def compare(case: Case) -> list[Compared]:
+    """Predict and measure a case on each of its pipeline ranks."""
+    model, batch = make_model(case)
+    traced = trace(model, batch)
+    plan, candidates = planned(case, traced)
+    source = generate(plan, traced.graph)
+    found = []
+    for rank, candidate in enumerate(candidates):
+        peak, alive = measured(source, rank, traced, model, batch)
+        found.append(Compared(case, rank, candidate.peak_bytes, candidate.predicted_bytes, peak, alive))
+    return found
+
+
 def make_model(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model, with random parameters, and its batch."""
+    """The model, with random parameters, and its batch: large enough for its tensors to dominate."""
     torch.manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (case.batch, SEQUENCE))
-    model = _gpt2(case.layers) if case.family == "gpt2" else _llama(case.layers)
+    ids = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE))
+    model = _gpt2() if case.family == "gpt2" else _llama()
     return model.train(), {"input_ids": ids, "labels": ids.clone()}
 
 
-def _gpt2(layers: int) -> nn.Module:
+def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=layers, n_embd=HIDDEN, n_head=4, vocab_size=VOCABULARY, n_positions=SEQUENCE, resid_pdrop=0.0,
+        n_layer=LAYERS, n_embd=HIDDEN, n_head=4, vocab_size=VOCABULARY, n_positions=SEQUENCE, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return cast(nn.Module, GPT2LMHeadModel(config))
 
 
-def _llama(layers: int) -> nn.Module:
+def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_attention_heads=4,
+        num_hidden_layers=LAYERS, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return cast(nn.Module, LlamaForCausalLM(config))
 
 
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """A case's plan with the candidate of each stage; stage k is on pipeline rank k."""
-
-    plan: Plan
-    source: str
-    candidates: tuple[Candidate, ...]
-
-
-def planned(case: Case, traced: Traced) -> Planned:
-    """Each stage's best plan, solved on its own."""
+def planned(case: Case, traced: Traced) -> tuple[Plan, list[Candidate]]:
+    """Each stage's best plan, solved on its own; stage k is on pipeline rank k."""
     graph = traced.graph
-    num_stages = case.num_ranks
-    cuts = even_cuts(graph, num_stages) if num_stages > 1 else ()
-    from autopar.mesh import Mesh
-
-    mesh = Mesh((2,), AXES[case.axis]) if case.axis else Mesh((1,), ("data",))
-    unit = 2 if case.axis == "data" else 1
+    cuts = even_cuts(graph, case.num_stages) if case.num_stages > 1 else ()
+    role = cast(Role, case.axis or "data")
+    mesh = Mesh((NUM_DEVICES // case.num_stages,), (role,))
+    unit = mesh.num_devices if role == "data" else 1
     size = micro_batch_sizes(graph.batch_size, case.num_micro_batches, unit)[0]
     graphs = stage_graphs(at_batch(graph, size), cuts)
-    model = CostModel(Cluster.homogeneous(num_nodes=case.num_ranks, devices_per_node=mesh.num_devices))
+    model = CostModel(Cluster.homogeneous(num_nodes=case.num_stages, devices_per_node=mesh.num_devices))
     options = PlanOptions(parallelism=Parallelism(zero=case.zero))
-    boundary = {value: _boundary(stage.values[value], mesh) for stage in graphs for value in stage.sent}
-    flying = in_flight(case.schedule, case.num_ranks, num_stages, case.num_micro_batches)
+    boundary = {value: boundary_of(stage.values[value], mesh) for stage in graphs for value in stage.sent}
+    flying = in_flight(case.schedule, case.num_stages, case.num_stages, case.num_micro_batches)
     found = []
     for index, (stage, count) in enumerate(zip(graphs, flying, strict=True)):
-        modes = _modes(stage, index, case.recompute)
         ends = {value: boundary[value] for value in (*stage.received, *stage.sent)}
-        setting = Setting(case.num_micro_batches, count, modes, ends)
-        found.append(_candidate(build(prepare(stage), mesh, mesh.names, model, options, setting)))
+        setting = Setting(case.num_micro_batches, count, modes_of(stage, index, case.recompute), ends)
+        costed = build(prepare(stage), mesh, (role,), model, options, setting)
+        found.append(candidate_of(costed, solve(costed.problem), float("inf")))
     plan = Plan(
         model=graph.model,
-        num_devices=2,
+        num_devices=NUM_DEVICES,
         graph_fingerprint=graph.fingerprint,
         cluster_fingerprint=model.cluster.fingerprint(),
         options=options.to_json(),
@@ -145,70 +171,62 @@ def planned(case: Case, traced: Traced) -> Planned:
         batch_size=graph.batch_size,
         micro_batch_unit=unit,
     )
-    return Planned(plan, generate(plan, graph), tuple(found))
+    return plan, found
 
 
-def _candidate(costed: Costed) -> Candidate:
-    return candidate_of(costed, solve(costed.problem), float("inf"))
-
-
-@dataclass(frozen=True)
-class Live:
-    """What is allocated at the peak: bytes by (operators around the allocation, inner last)."""
-
-    peak_bytes: int
-    kinds: Mapping[str, int]
-
-
-STEPS = 2
-
-
-def measured(source: str, traced: Traced, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Live:
-    """The allocation peak of this process while it trains."""
+def measured(
+    source: str, rank: int, traced: Traced, model: nn.Module, batch: Mapping[str, torch.Tensor]
+) -> tuple[int, dict[str, int]]:
+    """The most bytes allocated at one time on device ``rank``, and what they are."""
     given = traced.inputs(batch)
-    values = {name: tensor.detach() for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
-        engine = Engine(load_program(source))
-        engine.load(values.__getitem__)
-        optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
-        inputs = {named.name: given[entry.value] for named, entry in zip(engine.program.INPUTS, traced.graph.inputs, strict=True)}
-        for _ in range(STEPS):
-            with torch.profiler.record_function("STEP"):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_DEVICES)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            engine = Engine(load_program(source))
+            engine.load(lambda name: values[name].detach())
+            optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+            named = zip(engine.program.INPUTS, traced.graph.inputs, strict=True)
+            inputs: dict[str, Any] = {entry.name: given[described.value] for entry, described in named}
+            for _ in range(STEPS):
                 engine.step(**inputs)
-            with torch.profiler.record_function("OPTIMIZER"):
                 optimizer.step()
-            optimizer.zero_grad()
-    return _peak(profiled.profiler.kineto_results.experimental_event_tree())
+                optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    results = profiled.profiler.kineto_results if profiled.profiler else None
+    assert results is not None, "the profiler has run"
+    return _peak(results.experimental_event_tree())
 
 
-def _peak(tree: Sequence[Any]) -> Live:
-    """From the allocations of an event tree."""
-    events: list[tuple[int, int, int, str]] = []
-    stack = [(event, ()) for event in tree]
+def _peak(tree: Sequence[Any]) -> tuple[int, dict[str, int]]:
+    """The largest sum of what is allocated and not freed, and that by the names of the operators around it."""
+    total = peak = 0
+    alive: dict[int, tuple[int, str]] = {}
+    most: dict[int, tuple[int, str]] = {}
+    for _, size, pointer, name in sorted(_allocations(tree)):
+        if size > 0:
+            alive[pointer] = (size, name)
+            total += size
+        elif pointer in alive:
+            total -= alive.pop(pointer)[0]
+        if total > peak:
+            peak, most = total, dict(alive)
+    found: Counter[str] = Counter()
+    for size, name in most.values():
+        found[name] += size
+    return peak, dict(found.most_common())
+
+
+def _allocations(tree: Sequence[Any]) -> list[tuple[int, int, int, str]]:
+    """(time, bytes, address, names of the operators around): bytes below 0 where it is freed."""
+    found: list[tuple[int, int, int, str]] = []
+    stack: list[tuple[Any, tuple[str, ...]]] = [(event, ()) for event in tree]
     while stack:
         event, around = stack.pop()
         if event.name == "[memory]":
             fields = event.extra_fields
-            events.append((event.start_time_ns, fields.alloc_size, fields.ptr, "/".join(around[-3:])))
-        else:
-            shapes = ""
-            stack.extend((child, (*around, event.name + shapes)) for child in event.children)
-    total = peak = 0
-    alive: dict[int, tuple[int, str]] = {}
-    best: dict[int, tuple[int, str]] = {}
-    events.sort(key=lambda event: event[0])
-    for _, size, pointer, name in events:
-        if size > 0:
-            alive[pointer] = (size, name)
-        elif pointer in alive:
-            size = -alive.pop(pointer)[0]
-        else:
-            continue
-        total += size
-        if total > peak:
-            peak, best = total, dict(alive)
-    kinds: Counter[str] = Counter()
-    for size, name in best.values():
-        kinds[f"{size:>9} {name}"] += size
-    return Live(peak, dict(kinds.most_common()))
+            found.append((event.start_time_ns, fields.alloc_size, fields.ptr, "/".join(around[-3:])))
+        stack.extend((child, (*around, event.name)) for child in event.children)
+    return found

@@ -70,10 +70,10 @@ def pipeline_plan(
     ranks = num_ranks or len(graphs) // STAGES_A_RANK.get(schedule, 1)
     options = PlanOptions(parallelism=parallelism or Parallelism())
     model = CostModel(cluster or Cluster.homogeneous(num_nodes=ranks, devices_per_node=mesh.num_devices))
-    boundary = {value: _boundary(stage.values[value], mesh) for stage in graphs for value in stage.sent}
+    boundary = {value: boundary_of(stage.values[value], mesh) for stage in graphs for value in stage.sent}
     priced = []
     for index, stage in enumerate(graphs):
-        modes = _modes(stage, index, recompute)
+        modes = modes_of(stage, index, recompute)
         setting = Setting(num_micro_batches, 1, modes, {v: boundary[v] for v in (*stage.received, *stage.sent)})
         priced.append(build(prepare(stage), mesh, roles or AXES[: mesh.num_axes], model, options, setting))
     return Plan(
@@ -92,7 +92,7 @@ def pipeline_plan(
     )
 
 
-def _boundary(value: Value, mesh: Mesh) -> Layout:
+def boundary_of(value: Value, mesh: Mesh) -> Layout:
     """The batch over the axis data, where it divides."""
     found: Layout = (REPLICATED,) * mesh.num_axes
     if value.batch_dims and value.shape[value.batch_dims[0]] % mesh.shape[0] == 0 and mesh.shape[0] > 1:
@@ -101,7 +101,7 @@ def _boundary(value: Value, mesh: Mesh) -> Layout:
     return found
 
 
-def _modes(graph: OpGraph, stage: int, recompute: Recompute) -> dict[str, str]:
+def modes_of(graph: OpGraph, stage: int, recompute: Recompute) -> dict[str, str]:
     paths = [block.path for group in graph.block_groups for block in group.blocks]
     if isinstance(recompute, Mapping):
         return {path: recompute.get(path, "none") for path in paths}

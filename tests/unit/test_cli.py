@@ -18,7 +18,7 @@ from autopar.references import load_cluster, load_model, read_shape
 from autopar.report import SCHEMA
 from cost_models import ClusterError
 
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 
@@ -32,7 +32,7 @@ def loss(outputs, inputs):
 
 def only_a_model():
     return small()[0]
-'''
+"""
 
 
 @pytest.fixture
@@ -72,6 +72,12 @@ def test_plan_as_json_keeps_stdout_clean(model_file: Path, tmp_path: Path, capsy
     assert Plan.load(out).fingerprint == report["fingerprints"]["plan"]
 
 
+def test_a_pipeline_is_forced_and_verified(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forced = ["--pipeline", "2", "--schedule", "1f1b", "--micro-batch-size", "2", "--recompute", "none"]
+    assert main(["verify", f"{model_file}:small", "--cluster", "local:2", *forced]) == 0
+    assert "2 stages (1f1b)" in (shown := capsys.readouterr().out) and "4 micro-batches: equal" in shown
+
+
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == SCHEMA
@@ -104,7 +110,16 @@ def test_faults_of_the_users_code_keep_their_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["fly"], ["plan"], ["plan", "m:f", "--zero", "4"], ["plan", "m:f", "--data", "0"], ["demo", "--steps", "x"]],
+    [
+        [],
+        ["fly"],
+        ["plan"],
+        ["plan", "m:f", "--zero", "4"],
+        ["plan", "m:f", "--data", "0"],
+        ["demo", "--steps", "x"],
+        ["plan", "m:f", "--schedule", "2f2b"],
+        ["plan", "m:f", "--recompute", "all"],
+    ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

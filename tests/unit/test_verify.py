@@ -71,7 +71,13 @@ def test_programs_are_equal_to_their_models(name: str, num_devices: int, degrees
 PIPELINES: list[tuple[str, int, str, tuple[int, ...], dict[str, Any]]] = [
     ("gpt2", 2, "1f1b", (2,), {"recompute": "selective"}),
     ("t5", 4, "zbv", (1,), {}),
-    ("llama", 2, "gpipe", (1, 2), {"recompute": "full", "parallelism": Parallelism(zero=3), "rank_order": (2, 1, 0, 3)}),
+    (
+        "llama",
+        2,
+        "gpipe",
+        (1, 2),
+        {"recompute": "full", "parallelism": Parallelism(zero=3), "rank_order": (2, 1, 0, 3)},
+    ),
     ("mlp", 1, "single", (2,), {"parallelism": Parallelism(zero=2)}),
 ]
 

@@ -65,9 +65,7 @@ def test_a_forced_data_axis_is_one_of_the_plan(zero: int) -> None:
         (True, {"schedule": "1f1b"}, ("schedule=1f1b", "batch_norm")),
     ],
 )
-def test_what_cannot_be_had_together_is_named(
-    coupled: bool, forced: dict[str, object], texts: tuple[str, ...]
-) -> None:
+def test_what_cannot_be_had_together_is_named(coupled: bool, forced: dict[str, object], texts: tuple[str, ...]) -> None:
     graph = trace(Net(coupled), {"x": torch.randn(4, 8)}).graph
     with pytest.raises(AutoparError) as error:
         plan_graph(graph, Cluster.local(2), PlanOptions(Parallelism(**forced)))  # type: ignore[arg-type]
