@@ -20,7 +20,7 @@ from autopar.costing.candidate import Candidate
 from autopar.costing.conversions import FloatArray
 from autopar.solver import Assignment, Problem, Status
 
-MAX_PARTS = 8  # how many parts are solved before the search for a better bound ends
+MAX_PARTS = 24  # how many parts are solved before the search for a better bound ends
 GAP_TARGET = 1e-3  # a plan so close to its bound is not improved any more
 LARGE, LARGE_PARTS, LARGE_GAP = 600, 3, 5e-3  # the same for problems of more nodes than this
 

@@ -75,7 +75,8 @@ class PlanOptions:
     device's memory that is kept free. ``max_mesh_axes``: meshes of up to this many axes are searched.
     ``max_variants``: how many differently sharded versions of a repeated block a program may have.
     ``gap``: the search ends when no plan can be faster by more than this fraction; ``max_evaluations``: or when so many
-    arrangements (stages, micro-batches, schedule, mesh) have been planned in full.
+    arrangements (stages, micro-batches, schedule, mesh) have been planned in full, or ``max_pricings`` priced beside the
+    largest micro-batch of each mesh.
     ``time_limit_seconds``: the user's own cut-off of the search; without it the same input gives the same plan.
     """
 
@@ -86,6 +87,7 @@ class PlanOptions:
     max_variants: int = 4
     gap: float = 0.01
     max_evaluations: int = 12
+    max_pricings: int = 96
     mesh_shape: tuple[int, ...] | None = None
     time_limit_seconds: float | None = None
 
@@ -107,7 +109,7 @@ class PlanOptions:
             raise InputError(f"gap={self.gap!r} must be a fraction from 0 up to, not including, 1")
         if not 0 <= self.memory_margin < 1:
             raise InputError(f"memory_margin={self.memory_margin} must be a fraction from 0 up to, not including, 1")
-        for name in ("max_mesh_axes", "max_variants", "max_evaluations"):
+        for name in ("max_mesh_axes", "max_variants", "max_evaluations", "max_pricings"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
         if self.time_limit_seconds is not None and not self.time_limit_seconds > 0:

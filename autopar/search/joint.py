@@ -6,7 +6,7 @@
     evaluation             the cuts that the bound proposes, solved in full and simulated
     enumeration            where no gap is allowed and a frame has few cuts: every one of them, in every style
 
-Each step costs more and bounds better than the one before; the frame with the least bound is taken first, until no bound is
+Each step costs more and bounds better than the one before; the frame that promises most is taken first, until no bound is
 below the best plan found, or the work that the options allow is done. The least bound left over is the lower bound of the
 whole search: no plan of the space is faster under the cost model.
 """
@@ -28,7 +28,7 @@ from autopar.graph import OpGraph
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.recompute import MODES
-from autopar.search.bounds import Stretches, bound_of, least_bytes, refine
+from autopar.search.bounds import Bound, Stretches, bound_of, least_bytes, refine
 from autopar.search.chaining import chain_of
 from autopar.search.clock import Clock
 from autopar.search.evaluate import Evaluated, Evaluator, Style
@@ -38,8 +38,8 @@ from autopar.search.stages import Solve
 from autopar.staging import cut_points, stage_graphs
 from cost_models import CostModel
 
-MAX_PRICINGS = 400
-DIVE = 60  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
+DIVE = 24  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
+ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
 
 GRID, PRICED = range(2)  # how far the bound of a frame has come
@@ -47,10 +47,11 @@ GRID, PRICED = range(2)  # how far the bound of a frame has come
 
 @dataclass(order=True)
 class _Waiting:
-    """A frame whose bound, ``seconds``, is to be refined; the least first."""
+    """A frame whose bound, ``seconds``, is to be refined; the one that promises most first."""
 
-    seconds: float
+    promise_seconds: float
     number: int
+    seconds: float = field(compare=False)
     step: int = field(compare=False)
     frame: Frame = field(compare=False)
 
@@ -124,36 +125,46 @@ class JointSearch:
         num_frames = len(waiting)
         self._looked_at = {entry.frame: (entry.seconds, entry.seconds) for entry in waiting}
         heapq.heapify(waiting)
+        aside: list[_Waiting] = []  # frames whose bound says that another is better
         ready: list[_Ready] = []
         bounds: list[float] = []  # of frames that were evaluated, and are not closed
+        most_priced = len(self._stretches) + self.options.max_pricings
         since = 0  # refinements since the last evaluation
         while not self._out_of_time():
-            least = min(self.best_seconds, ready[0].estimate_seconds if ready else math.inf)
-            open_ = waiting and waiting[0].seconds < least * (1 - self.options.gap) and len(self._stretches) < MAX_PRICINGS
-            if open_ and not (since >= DIVE and ready and self._worthwhile(ready[0])):
-                since += 1
-                diving = [entry for entry in waiting if entry.step == PRICED] if since % (DIVE // 4) == 0 else []
-                entry = min(diving, default=waiting[0])
-                waiting.remove(entry)
-                heapq.heapify(waiting)
-                self._refine(entry, waiting, ready)
-                continue
-            since = 0
-            if not ready or not self._worthwhile(ready[0]):
-                break
-            promising = heapq.heappop(ready)
-            if promising.refined:
-                bounds.append(self._evaluate(promising))
+            evaluates = since >= DIVE and ready and self._worthwhile(ready[0])
+            if waiting and not evaluates and len(self._stretches) < most_priced:
+                entry = heapq.heappop(waiting)
+                if entry.seconds >= self._least(ready) * (1 - self.options.gap):
+                    aside.append(entry)
+                else:
+                    since += 1
+                    self._refine(entry, waiting, ready)
+            elif ready and self._worthwhile(ready[0]):
+                since = 0
+                promising = heapq.heappop(ready)
+                if promising.refined:
+                    bounds.append(self._evaluate(promising))
+                else:
+                    self._refine_more(promising, ready)
             else:
-                self._refine_more(promising, ready)
+                again = [entry for entry in aside if entry.seconds < self._least(ready) * (1 - self.options.gap)]
+                if not again or len(self._stretches) >= most_priced:
+                    break
+                aside = [entry for entry in aside if entry not in again]
+                waiting.extend(again)
+                heapq.heapify(waiting)
+        waiting += aside
         if self.best is not None and self.best.frame.grid.num_ranks > 1 and self.options.parallelism.schedule is None:
             self._try_after(self.best.frame)
-        self._left = [*waiting, *ready]
         best = self.best
         bounds += [*(entry.seconds for entry in waiting), *(entry.seconds for entry in ready)]
         bound = min([*bounds, best.step_seconds if best else math.inf])
         looked_at = tuple((frame, *seconds) for frame, seconds in self._looked_at.items())
         return Found(best, tuple(self.evaluated), bound, num_frames, len(self._stretches), self._num_bounded, looked_at)
+
+    def _least(self, ready: Sequence[_Ready]) -> float:
+        """What the best plan found takes, or the best one expected."""
+        return min(self.best_seconds, ready[0].estimate_seconds if ready else math.inf)
 
     def _try_after(self, frame: Frame) -> None:
         """The best plan's grid and micro-batches with the schedules of which no good bound is known."""
@@ -186,7 +197,36 @@ class JointSearch:
         return entry.estimate_seconds < self.best_seconds and len(self.evaluated) < self.options.max_evaluations
 
     def _entry(self, seconds: float, step: int, frame: Frame) -> _Waiting:
-        return _Waiting(seconds, next(self._number), step, frame)
+        return _Waiting(seconds * self._expected_factor(frame), next(self._number), seconds, step, frame)
+
+    def _expected_factor(self, frame: Frame) -> float:
+        """By how much a frame may well exceed its bound: the bubble, and recomputation where activations do not fit. It
+        orders the search, and nothing else."""
+        ranks, count = frame.grid.num_ranks, frame.num_micro_batches
+        flying = 1 if ranks == 1 else min(ranks, count)
+        kept = self._saved_bytes / count * flying / self.cost_model.cluster.num_devices
+        room = ROOM_FOR_ACTIVATIONS * self.cost_model.min_device_memory_bytes(self.options.memory_margin)
+        return (1 + 0.5 * (ranks - 1) / count) * (1.0 if kept <= room else 4 / 3)
+
+    @cached_property
+    def _saved_bytes(self) -> float:
+        """Bytes that a forward pass of the whole batch keeps for backward, on all devices together."""
+        prepared = prepare(self.short.graph)
+        saved = {
+            name: sum(
+                self.graph.values[value].num_bytes
+                for value in self.short.graph.operator_of[name].outputs
+                if value and prepared.name(value) in prepared.saved
+            )
+            for name in dict.fromkeys(self.short.stands_for.values())
+        }
+        return float(sum(saved[name] for name in self.short.stands_for.values()))
+
+    def _ready(self, seconds: float, frame: Frame, bound: Bound, refined: bool) -> _Ready:
+        """A frame to be evaluated; where no gap is allowed in the order of bounds, so that none below the best is left."""
+        assert bound.cuts is not None, "only what may fit is evaluated"
+        expected = max(seconds, bound.estimate_seconds) if self.options.gap else seconds
+        return _Ready(expected, next(self._number), seconds, frame, bound.cuts, refined)
 
     def _refine(self, entry: _Waiting, waiting: list[_Waiting], ready: list[_Ready]) -> None:
         """The next better bound of a frame."""
@@ -206,8 +246,7 @@ class JointSearch:
             if math.isfinite(seconds):
                 heapq.heappush(waiting, self._entry(seconds, entry.step, entry.frame))  # above the best plan
         elif within:
-            estimate = max(seconds, bound.estimate_seconds)
-            heapq.heappush(ready, _Ready(estimate, next(self._number), seconds, entry.frame, bound.cuts))
+            heapq.heappush(ready, self._ready(seconds, entry.frame, bound, False))
         else:
             heapq.heappush(waiting, self._entry(seconds, PRICED, entry.frame))
 
@@ -328,8 +367,7 @@ class JointSearch:
         seconds = max(entry.seconds, bound.seconds)
         self._looked_at[frame] = (seconds, max(seconds, bound.estimate_seconds))
         if bound.cuts is not None:
-            estimate = max(seconds, bound.estimate_seconds)
-            heapq.heappush(ready, _Ready(estimate, next(self._number), seconds, frame, bound.cuts, True))
+            heapq.heappush(ready, self._ready(seconds, frame, bound, True))
 
     def _best_style(self, frame: Frame) -> Style:
         """The style of boundaries that suits a stage in the middle of the short model."""
