@@ -86,8 +86,8 @@ class PlanOptions:
     max_mesh_axes: int = 2
     max_variants: int = 4
     gap: float = 0.01
-    max_evaluations: int = 12
-    max_pricings: int = 96
+    max_evaluations: int = 6
+    max_pricings: int = 48
     mesh_shape: tuple[int, ...] | None = None
     time_limit_seconds: float | None = None
 

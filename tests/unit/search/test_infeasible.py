@@ -31,6 +31,7 @@ def with_gib(cluster: Cluster, gib: float, margin: float) -> Cluster:
     return replace(cluster, nodes=(replace(first, device=replace(first.device, memory_bytes=whole)),))
 
 
+@pytest.mark.slow
 def test_refusal_names_memory_and_number_of_devices_that_do() -> None:
     options, cluster = PlanOptions(), node(toy(0.25), 2)
     text = refusal(cluster, options)
