@@ -87,7 +87,7 @@ class PlanOptions:
     max_variants: int = 4
     gap: float = 0.01
     max_evaluations: int = 6
-    max_pricings: int = 48
+    max_pricings: int = 160
     mesh_shape: tuple[int, ...] | None = None
     time_limit_seconds: float | None = None
 

@@ -39,6 +39,7 @@ from autopar.staging import cut_points, stage_graphs
 from cost_models import CostModel
 
 DIVE = 24  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
+DEEPER = 0.9  # what is priced already promises that much more, so that the search gets to a plan before it widens
 ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
 
@@ -132,9 +133,10 @@ class JointSearch:
         since = 0  # refinements since the last evaluation
         while not self._out_of_time():
             evaluates = since >= DIVE and ready and self._worthwhile(ready[0])
-            if waiting and not evaluates and len(self._stretches) < most_priced:
+            if waiting and not evaluates:
                 entry = heapq.heappop(waiting)
-                if entry.seconds >= self._least(ready) * (1 - self.options.gap):
+                spent = entry.step == GRID and len(self._stretches) >= most_priced
+                if spent or entry.seconds >= self._least(ready) * (1 - self.options.gap):
                     aside.append(entry)
                 else:
                     since += 1
@@ -147,8 +149,10 @@ class JointSearch:
                 else:
                     self._refine_more(promising, ready)
             else:
-                again = [entry for entry in aside if entry.seconds < self._least(ready) * (1 - self.options.gap)]
-                if not again or len(self._stretches) >= most_priced:
+                enough = self._least(ready) * (1 - self.options.gap)
+                spent = len(self._stretches) >= most_priced
+                again = [entry for entry in aside if entry.seconds < enough and not (spent and entry.step == GRID)]
+                if not again:
                     break
                 aside = [entry for entry in aside if entry not in again]
                 waiting.extend(again)
@@ -197,7 +201,8 @@ class JointSearch:
         return entry.estimate_seconds < self.best_seconds and len(self.evaluated) < self.options.max_evaluations
 
     def _entry(self, seconds: float, step: int, frame: Frame) -> _Waiting:
-        return _Waiting(seconds * self._expected_factor(frame), next(self._number), seconds, step, frame)
+        depth = 1.0 if step == GRID else DEEPER
+        return _Waiting(seconds * self._expected_factor(frame) * depth, next(self._number), seconds, step, frame)
 
     def _expected_factor(self, frame: Frame) -> float:
         """By how much a frame may well exceed its bound: the bubble, and recomputation where activations do not fit. It
