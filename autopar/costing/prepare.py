@@ -14,6 +14,7 @@ from functools import cached_property
 from autopar.gradients import has_gradient
 from autopar.graph import BatchLiteral, Operator, OpGraph
 from autopar.sharing import Reader, sharing_groups
+from autopar.staging import derived_operators
 from autopar.strategies.choices import AxisChoice
 from autopar.strategies.cuts import LetterCuts, letter_cuts
 from autopar.strategies.registry import signature_of
@@ -87,7 +88,7 @@ def prepare(graph: OpGraph) -> Prepared:
         gradient=gradient,
         groups=sharing_groups(graph),
         saved=_saved(graph, representatives, signatures, gradient, canonical),
-        derived=_derived(graph),
+        derived=derived_operators(graph),
         of_parameters=_of_parameters(graph, gradient),
     )
 
@@ -178,18 +179,6 @@ def _saved(
             storage = graph.values[value].storage or value
             kept.add(canonical.get(storage, storage))
     return frozenset(kept)
-
-
-def _derived(graph: OpGraph) -> frozenset[str]:
-    """Operators that no parameter leads to."""
-    tainted = {parameter.value for parameter in graph.parameters}
-    found = set()
-    for operator in graph.operators:
-        if any(value in tainted for value in operator.inputs):
-            tainted.update(operator.outputs)
-        else:
-            found.add(operator.id)
-    return frozenset(found)
 
 
 def _of_parameters(graph: OpGraph, gradient: frozenset[str]) -> frozenset[str]:

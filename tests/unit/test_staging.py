@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.batching import at_batch
+from autopar.costing import prepare
 from autopar.errors import InputError
 from autopar.graph import OpGraph, check
 from autopar.staging import MAX_RELAYED, cut_points, derived_operators, stage_graphs
@@ -157,3 +158,11 @@ def test_everything_has_a_home() -> None:
     assert [stage.loss for stage in stages] == [None, None, graph.loss]
     assert graph.loss in stages[1].sent
     assert [sorted(o.path for o in stage.outputs) for stage in stages] == [[], [], ["loss", "mask", "more", "not"]]
+
+
+def test_what_reads_only_what_was_received_may_be_split_like_any_other() -> None:
+    """Operators without parameters behind them split the batch or nothing; parameters are behind what was received."""
+    graph = graph_of("llama")
+    later = stage_graphs(graph, even_cuts(graph, 2))[1]
+    readers = {operator.id for operator in later.operators if set(operator.inputs) & set(later.received)}
+    assert readers and not readers & prepare(later).derived
