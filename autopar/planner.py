@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 LARGE = 600  # nodes of a stage's problem, above which it is solved to QUICK_GAP rather than to the end
 QUICK_GAP = 3e-3
+FORCED_ROLES: tuple[Role, ...] = ("data", "tensor")
 
 
 
@@ -139,12 +140,12 @@ def meshes(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, 
         yield from ((shape, free_roles(shape)) for shape in shapes)
         return
     for shape in shapes:
-        for roles in itertools.product(("data", "tensor"), repeat=len(shape)):
+        for roles in itertools.product(FORCED_ROLES, repeat=len(shape)):
             degrees = {role: math.prod(s for s, r in zip(shape, roles, strict=True) if r == role) for role in roles}
             if degrees.get("data", 1) == (data or degrees.get("data", 1)) and degrees.get("tensor", 1) == (
                 tensor or degrees.get("tensor", 1)
             ):
-                yield shape, roles  # type: ignore[misc]
+                yield shape, roles
 
 
 def check_degrees(num_devices: int, options: PlanOptions) -> None:
@@ -188,7 +189,6 @@ class Search(JointSearch):
     def __init__(
         self, graph: OpGraph, cost_model: CostModel, options: PlanOptions, clock: Clock, say: Progress
     ) -> None:
-        self.started = time.perf_counter()
         super().__init__(
             graph, cost_model, options, self._solve, lambda size: list(meshes(size, options)), not coupling(graph), say, clock
         )

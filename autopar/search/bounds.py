@@ -32,9 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.pricing import Priced
-from autopar.search.space import V_SHAPED, Frame
+from autopar.search.space import Frame
 from autopar.search.units import ROWS
-from cost_models import Hops, StageTimes, in_flight, orders, step_seconds_only
+from cost_models import Hops, StageTimes, in_flight, orders, placement, step_seconds_only
 
 FloatArray = NDArray[np.floating[Any]]  # bounds are kept in float32, a rounding width below what they bound
 
@@ -299,29 +299,23 @@ def refine(frame: Frame, stretches: Sequence[Stretches]) -> None:
     """Spend more work on the bounds of a frame's stages."""
     flying = in_flight(frame.schedule, frame.grid.num_ranks, frame.num_stages, frame.num_micro_batches)
     counts = set(flying) if frame.num_stages == 1 else {max(flying), min(flying)}
-    for here in dict.fromkeys(map(id, stretches)):
-        found = next(one for one in stretches if id(one) == here)
+    for here in {id(one): one for one in stretches}.values():
         for count in counts:
-            found.refine(count)
+            here.refine(count)
 
 
 def least_bytes(frame: Frame, stretches: Sequence[Stretches]) -> float:
     """A lower bound of the bytes that the fullest device of a frame needs, whatever it has."""
     flying = in_flight(frame.schedule, frame.grid.num_ranks, frame.num_stages, frame.num_micro_batches)
     bytes_ = [stretches[rank].least_bytes(count) for rank, count in zip(stage_ranks(frame), flying, strict=True)]
-    cuts = _least_largest(bytes_)
-    if cuts is None:
-        return math.inf
-    ends = (*cuts, bytes_[0].shape[0])
-    return max(float(array[start, end]) for array, start, end in zip(bytes_, (0, *cuts), ends, strict=True))
+    return _divided(bytes_, np.maximum)[0]
 
 
 def stage_ranks(frame: Frame) -> list[int]:
     """The pipeline rank of each stage."""
-    ranks = frame.grid.num_ranks
-    if frame.schedule in V_SHAPED:
-        return [*range(ranks), *reversed(range(ranks))]
-    return [stage % ranks for stage in range(frame.num_stages)]
+    by_rank = placement(frame.schedule, frame.grid.num_ranks, frame.num_stages)
+    rank_of = {stage: rank for rank, stages in enumerate(by_rank) for stage in stages}
+    return [rank_of[stage] for stage in range(frame.num_stages)]
 
 
 def _start(busy: Sequence[FloatArray]) -> float:
@@ -367,10 +361,7 @@ def _cuts(stages: Sequence[_Stage], seconds: float, ramps: bool) -> tuple[int, .
         least = ends[:num_units]
     if not math.isfinite(float(ends[num_units])):
         return None
-    found = [num_units]
-    for sources in reversed(came):
-        found.append(int(sources[found[-1]]))
-    return tuple(reversed(found[1:-1]))
+    return _traced(came, num_units)
 
 
 def _several_stages_a_rank(frame: Frame, stages: Sequence[_Stage], charged: Sequence[Sequence[_Charged]]) -> Bound:
@@ -382,51 +373,35 @@ def _several_stages_a_rank(frame: Frame, stages: Sequence[_Stage], charged: Sequ
     ramps = frame.schedule == "interleaved_1f1b"
     delays = [(ranks - 1 - at) * stage.each if ramps and at < ranks - 1 else 0.0 for at, stage in enumerate(stages)]
     allowed = [np.where(np.isfinite(stage.busy), 0.0, np.inf) for stage in stages]
-    seconds, _ = _least_sum([stage.busy + delay for stage, delay in zip(stages, delays, strict=True)])
+    seconds, _ = _divided([stage.busy + delay for stage, delay in zip(stages, delays, strict=True)], np.add)
     for sums in charged:
         costs = [c.seconds + out + delay for c, out, delay in zip(sums, allowed, delays, strict=True)]
         taken_off = sum(c.budget_seconds for c in sums) * ranks / len(sums)
-        seconds = max(seconds, _least_sum(costs)[0] - taken_off)
+        seconds = max(seconds, _divided(costs, np.add)[0] - taken_off)
     if math.isinf(seconds):
         return Bound(math.inf, None)
-    return Bound(seconds / ranks * (1 - 1e-9), _least_largest([stage.busy for stage in stages]))
+    return Bound(seconds / ranks * (1 - 1e-9), _divided([stage.busy for stage in stages], np.maximum)[1])
 
 
-def _least_sum(costs: Sequence[FloatArray]) -> tuple[float, tuple[int, ...] | None]:
-    """The cuts of which the sum of the stages' costs is least; of equal sums any."""
+def _divided(costs: Sequence[FloatArray], join: np.ufunc) -> tuple[float, tuple[int, ...] | None]:
+    """The cuts of which the stages' costs, joined by ``np.add`` or ``np.maximum``, are least, and what they are then."""
     num_units = costs[0].shape[0]
-    total = np.full(num_units, np.inf)
-    total[0] = 0.0
+    least = np.full(num_units, np.inf)
+    least[0] = 0.0
     came = []
-    ends = total
+    ends = least
     for here in costs:
-        reached = here + total[:, None]
+        reached = join(here, least[:, None])
         came.append(reached.argmin(axis=0))
         ends = reached.min(axis=0)
-        total = ends[:num_units]
-    if not math.isfinite(float(ends[num_units])):
-        return math.inf, None
-    found = [num_units]
-    for sources in reversed(came):
-        found.append(int(sources[found[-1]]))
-    return float(ends[num_units]), tuple(reversed(found[1:-1]))
+        least = ends[:num_units]
+    total = float(ends[num_units])
+    return (total, _traced(came, num_units)) if math.isfinite(total) else (math.inf, None)
 
 
-def _least_largest(costs: Sequence[FloatArray]) -> tuple[int, ...] | None:
-    """The cuts of which the largest stage's cost is least."""
-    num_units = costs[0].shape[0]
-    largest = np.full(num_units, np.inf)
-    largest[0] = 0.0
-    came = []
-    ends = largest
-    for here in costs:
-        reached = np.maximum(here, largest[:, None])
-        came.append(reached.argmin(axis=0))
-        ends = reached.min(axis=0)
-        largest = ends[:num_units]
-    if not math.isfinite(float(ends[num_units])):
-        return None
+def _traced(came: Sequence[np.ndarray], num_units: int) -> tuple[int, ...]:
+    """The ends of all stages but the last; ``came`` has, by stage and end, where the stage begins."""
     found = [num_units]
-    for sources in reversed(came):
-        found.append(int(sources[found[-1]]))
+    for starts in reversed(came):
+        found.append(int(starts[found[-1]]))
     return tuple(reversed(found[1:-1]))

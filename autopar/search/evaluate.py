@@ -18,12 +18,11 @@ from autopar.layout import REPLICATED, Cut, Layout, Shard, State, local_shape
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.search.bounds import stage_ranks
-from autopar.search.space import Frame, kind_of
+from autopar.search.space import ZERO_BUBBLE, Frame, kind_of
 from autopar.search.stages import Site, Solve, Solved, StageSolver, storages_of, tied_parameters
 from autopar.staging import stage_graphs
 from cost_models import CostModel, Hops, StageTimes, in_flight, step_seconds_only
 
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
 Style = tuple[str, ...]  # for each axis: "batch", "next" or "whole"
 
 
@@ -56,7 +55,7 @@ def split_times(frame: Frame, stages: Sequence[Solved]) -> list[StageTimes]:
     for index, stage in enumerate(stages):
         times = stage.times
         back = times.backward_input_seconds + times.backward_weight_seconds
-        if frame.schedule not in SPLIT_BACKWARD:
+        if frame.schedule not in ZERO_BUBBLE:
             found.append(times)
         elif index == 0:
             found.append(replace(times, backward_input_seconds=0.0, backward_weight_seconds=back))
@@ -100,7 +99,7 @@ class Evaluator:
         styles = self.styles(frame)
         if middle is None or len(styles) == 1:
             return styles[0]
-        mesh = Mesh(frame.grid.mesh_shape, tuple(f"axis{index}" for index in range(len(frame.grid.mesh_shape))))
+        mesh = frame.grid.mesh
         seconds: dict[Style, float] = {}
         known: dict[object, float] = {}
         for style in styles:
@@ -129,7 +128,7 @@ class Evaluator:
         """
         limits = to_beat_seconds, enough_seconds if frame.num_stages == 1 else 0.0
         graphs = stage_graphs(graph, cuts)
-        mesh = Mesh(frame.grid.mesh_shape, tuple(f"axis{index}" for index in range(len(frame.grid.mesh_shape))))
+        mesh = frame.grid.mesh
         boundary = {
             value: boundary_layout(graph.values[value], style, mesh) for stage in graphs for value in stage.sent
         }
@@ -156,12 +155,8 @@ class Evaluator:
 
     def unlimited(self, frame: Frame, graph: OpGraph) -> Evaluated:
         """The plan of a frame of one stage, whether it fits or not."""
-        mesh = Mesh(frame.grid.mesh_shape, tuple(f"axis{index}" for index in range(len(frame.grid.mesh_shape))))
-        solver = StageSolver(
-            self._prepared.setdefault(id(graph), prepare(graph)), self._site(frame, mesh, 0, 1, 1.0), self.cost_model,
-            self.options, self.solve, {}, {},
-        )  # fmt: skip
-        stage = solver.unlimited()
+        mesh = frame.grid.mesh
+        stage = self._solver(graph, self._site(frame, mesh, 0, 1, 1.0), {}, {}).unlimited()
         step = stage.candidate.assignment.cost_seconds
         return Evaluated(frame, (), self.styles(frame)[0], (graph,), (stage,), Hops((), ()), step)
 
@@ -218,7 +213,8 @@ class Evaluator:
     ) -> StageSolver:
         key = (id(graph), site, tuple(boundary.values()), tuple(sorted(storage.items(), key=lambda item: item[0])))
         if key not in self._solvers:
-            prepared = self._prepared.setdefault(id(graph), prepare(graph))
+            prepared = self._prepared[id(graph)] if id(graph) in self._prepared else prepare(graph)
+            self._prepared[id(graph)] = prepared
             self._solvers[key] = StageSolver(
                 prepared, site, self.cost_model, self.options, self.solve, boundary, storage
             )

@@ -1,4 +1,4 @@
-"""The joint search: branch and bound over frames, cuts and styles, best bound first.
+"""The joint search: branch and bound over frames, cuts and styles.
 
     bound of a grid        one micro-batch as large as can be: no smaller one takes less for each sample
     bound of a frame       its own prices, without regard to memory beyond what cannot fit at all
@@ -8,7 +8,8 @@
 
 Each step costs more and bounds better than the one before; the frame that promises most is taken first, until no bound is
 below the best plan found, or the work that the options allow is done. The least bound left over is the lower bound of the
-whole search: no plan of the space is faster under the cost model.
+whole search: no plan of its frames is faster under the cost model. Schedules that are only tried on the best plan's grid
+afterwards (`space.is_tried_after`) are not among them.
 """
 
 from __future__ import annotations
@@ -314,7 +315,7 @@ class JointSearch:
         ]
 
     def _stretches_of(self, grid: Grid, rank: int, num_micro_batches: int) -> Stretches:
-        mesh = Mesh(grid.mesh_shape, tuple(f"axis{index}" for index in range(len(grid.mesh_shape))))
+        mesh = grid.mesh
         first = grid.order[rank] * mesh.num_devices
         kind = kind_of(self.cost_model.cluster, first, mesh.num_devices)
         key = (mesh.shape, grid.roles, kind, num_micro_batches)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from autopar.costing.operators import Role
 from autopar.errors import InputError
+from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from cost_models import Cluster, problem_with
 
@@ -33,6 +34,11 @@ class Grid:
     mesh_shape: tuple[int, ...]
     roles: tuple[Role, ...]
     order: tuple[int, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of one pipeline rank, its axes not named for what they do yet."""
+        return Mesh(self.mesh_shape, tuple(f"axis{index}" for index in range(len(self.mesh_shape))))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -23,14 +24,6 @@ from autopar.staging import derived_operators
 # Rows of a unit's tables: seconds for each micro-batch, seconds once a step, bytes kept throughout, bytes kept for each
 # micro-batch in flight; and of the first, the parts of the forward pass and of making parameters' gradients.
 ROWS = ("each_seconds", "once_seconds", "kept_bytes", "flying_bytes", "forward_seconds", "weight_seconds")
-
-
-@dataclass(frozen=True)
-class Span:
-    """A unit's operators in the line of a graph, from ``first`` up to, not including, ``end`` (None: to the end)."""
-
-    first: str
-    end: str | None
 
 
 def line_of(graph: OpGraph) -> list[str]:
@@ -67,13 +60,9 @@ class _Network:
 def units_of(costed: Costed, starts: Sequence[str]) -> list[Unit]:
     """The units of a priced graph; ``starts`` are the first operators of all but the first, in order. Equal units are one
     object."""
-    graph = costed.prepared.graph
-    line = line_of(graph)
-    place = {name: index for index, name in enumerate(line)}
-    ends = [*(place[start] for start in starts), len(line)]
-    members = [line[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    members = _members(costed.prepared.graph, starts)
     home = _homes(costed, members)
-    ports = [_port(costed, names, line[end:]) for names, end in zip(members, ends, strict=True)]
+    ports = [_port(costed, names, list(chain.from_iterable(members[at + 1 :]))) for at, names in enumerate(members)]
     edges: dict[int, list[Edge]] = {}
     for edge in costed.problem.edges:
         if edge.target in home:
@@ -95,14 +84,18 @@ def units_of(costed: Costed, starts: Sequence[str]) -> list[Unit]:
 
 def momentary_bytes(costed: Costed, starts: Sequence[str]) -> list[float]:
     """For each unit the least bytes that its largest operator holds for a moment, whatever its strategy."""
-    graph = costed.prepared.graph
+    return [
+        max(float(costed.operator_table(name).transient_bytes.min()) for name in names)
+        for names in _members(costed.prepared.graph, starts)
+    ]
+
+
+def _members(graph: OpGraph, starts: Sequence[str]) -> list[list[str]]:
+    """The operators of each unit."""
     line = line_of(graph)
     place = {name: index for index, name in enumerate(line)}
     ends = [*(place[start] for start in starts), len(line)]
-    return [
-        max(float(costed.operator_table(name).transient_bytes.min()) for name in line[begin:end])
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
+    return [line[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _homes(costed: Costed, members: Sequence[Sequence[str]]) -> dict[int, int]:

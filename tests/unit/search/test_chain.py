@@ -1,8 +1,6 @@
-"""Units by elimination equal brute force, their chain is the solver's optimum or below it, and a short graph has all prices."""
+"""A chain of units is the solver's optimum or below it, and a short graph has all prices."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -18,46 +16,8 @@ from autopar.search.pricing import Priced
 from autopar.search.shorten import shortened
 from autopar.search.units import ROWS
 from autopar.solver import solve
-from autopar.solver.chain import ROUNDING, Elimination, Factor, Unit
 from cost_models import Cluster, CostModel, Link, Node
 from tests.unit.search.instances import device, traced
-
-NUM_ROWS = 3
-
-
-def random_unit(seed: int) -> Unit:
-    """Up to 5 variables of up to 4 states, with ports at both ends, one or none; some entries are absent."""
-    draw = np.random.default_rng(seed)
-    sizes = tuple(int(size) for size in draw.integers(1, 5, draw.integers(1, 6)))
-    factors = [Factor((at,), draw.random((NUM_ROWS, size))) for at, size in enumerate(sizes)]
-    for _ in range(int(draw.integers(0, 6))):
-        count = min(len(sizes), int(draw.integers(2, 4)))
-        variables = tuple(int(at) for at in draw.choice(len(sizes), count, replace=False))
-        rows = draw.random((NUM_ROWS, *(sizes[at] for at in variables)))
-        rows[0][draw.random(rows.shape[1:]) < 0.1] = np.inf
-        factors.append(Factor(variables, rows))
-    ports = [None if draw.random() < 0.25 else int(draw.integers(len(sizes))) for _ in range(2)]
-    return Unit(sizes, tuple(factors), *ports)
-
-
-def by_brute_force(unit: Unit, weights: np.ndarray) -> np.ndarray:
-    """The least cost between the ports over every assignment."""
-    entries, exits = (1 if port is None else unit.sizes[port] for port in (unit.entry, unit.exit))
-    found = np.full((len(weights), entries, exits), np.inf)
-    for states in itertools.product(*map(range, unit.sizes)):
-        cost = sum(weights @ f.rows[(slice(None), *(states[at] for at in f.variables))] for f in unit.factors)
-        at = tuple(0 if port is None else states[port] for port in (unit.entry, unit.exit))
-        found[:, at[0], at[1]] = np.minimum(found[:, at[0], at[1]], cost)
-    return found
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_elimination_equals_brute_force(seed: int) -> None:
-    unit = random_unit(seed)
-    weights = np.array([[1.0, 0.0, 0.0], [0.5, 2.0, 0.1], [3.0, 0.01, 7.0]])[: 1 + seed % 3]
-    weights = np.where(weights == 0.0, 1e-9, weights)  # nothing times an absent entry would be no number
-    expected = by_brute_force(unit, weights)
-    np.testing.assert_allclose(Elimination(unit).evaluate(weights), expected, rtol=10 * ROUNDING)
 
 
 def priced_whole(graph: OpGraph, num_devices: int = 2) -> tuple[Costed, float]:
