@@ -75,6 +75,14 @@ PIPELINES = {
     "uneven": Pipeline("1f1b", 4, (2,), 5, Parallelism()),
 }
 
+OTHER_SCHEDULES = {
+    "gpipe": "gpipe",
+    "1f1b": "gpipe",
+    "interleaved_1f1b": "interleaved_zero_bubble",
+    "zbv": "dualpipev",
+}
+"""Another schedule that places as many stages on as many ranks."""
+
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, Any]:
@@ -122,7 +130,8 @@ def _piped(graph: OpGraph, case: Pipeline) -> tuple[Plan, Evaluated]:
         batch_size=graph.batch_size,
         rank_order=rank_order(frame),
     )
-    other = replace(best, frame=replace(frame, schedule="gpipe"), step_seconds=2 * best.step_seconds)
+    neighbour = replace(frame, schedule=OTHER_SCHEDULES[frame.schedule])
+    other = replace(best, frame=neighbour, step_seconds=2 * best.step_seconds)
     looked_at = (
         (frame, 0.9 * best.step_seconds, best.step_seconds),
         (replace(frame, num_micro_batches=16), math.inf, math.inf),
