@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.costing import Prepared, prepare
 from autopar.graph import ITEM_BYTES, OpGraph, Value
@@ -22,6 +23,15 @@ from autopar.search.space import ZERO_BUBBLE, Frame, kind_of
 from autopar.search.stages import Site, Solve, Solved, StageSolver, storages_of, tied_parameters
 from autopar.staging import stage_graphs
 from cost_models import CostModel, Hops, StageTimes, in_flight, step_seconds_only
+
+
+class Limits(NamedTuple):
+    """See :meth:`StageSolver.best`."""
+
+    to_beat_seconds: float = math.inf
+    enough_seconds: float = 0.0
+    wanted: tuple[int, ...] | None = None
+
 
 Style = tuple[str, ...]  # for each axis: "batch", "next" or "whole"
 
@@ -121,10 +131,12 @@ class Evaluator:
         style: Style,
         to_beat_seconds: float = math.inf,
         enough_seconds: float = 0.0,
+        wanted: Sequence[tuple[int, ...]] | None = None,
     ) -> Evaluated:
         """The plan of one frame with these cuts. ``graph``: the whole model at the frame's micro-batch size.
 
         A stage that takes ``to_beat_seconds`` or more ends the evaluation; a step of ``enough_seconds`` is good enough.
+        ``wanted``: for each stage the numbers of blocks in each mode of recomputation that should suit it.
         """
         limits = to_beat_seconds, enough_seconds if frame.num_stages == 1 else 0.0
         graphs = stage_graphs(graph, cuts)
@@ -138,9 +150,8 @@ class Evaluator:
         shares = self._shares(frame, graphs, mesh, boundary, flying, storage)
         for stage, rank, count, share in zip(graphs, stage_ranks(frame), flying, shares, strict=True):
             site = self._site(frame, mesh, rank, count, share)
-            here = self._solver(stage, site, _at(stage, boundary), _within(stage, storage))
-            here.hint = solved[-1].mode if solved and self.options.gap else None
-            found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), limits)
+            here = Limits(*limits, wanted[len(solved)] if wanted else None)
+            found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), here)
             solved.append(found)
             if found.candidate.stage is None or found.candidate.assignment.cost_seconds >= to_beat_seconds:
                 break
@@ -182,7 +193,7 @@ class Evaluator:
         free = []
         for stage, rank, count in zip(graphs, ranks, flying, strict=True):
             site = replace(self._site(frame, mesh, rank, count, 1.0), available_bytes=math.inf)
-            here = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), (math.inf, 0.0))
+            here = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), Limits())
             free.append(here.candidate.peak_bytes)
         totals = [sum(size for size, other in zip(free, ranks, strict=True) if other == rank) for rank in ranks]
         return [size / total for size, total in zip(free, totals, strict=True)]
@@ -226,10 +237,10 @@ class Evaluator:
         site: Site,
         boundary: Mapping[str, Layout],
         storage: Mapping[str, frozenset[Layout]],
-        limits: tuple[float, float],
+        limits: Limits,
     ) -> Solved:
         tied = tuple(sorted(storage.items(), key=lambda item: item[0]))
-        key = (_structure(graph), self._where(site), tuple(boundary.values()), tied)
+        key = (_structure(graph), self._where(site), tuple(boundary.values()), tied, limits.wanted)
         known = self._solved.get(key)
         if known is None:
             family = (key[0], self._where(replace(site, in_flight=1)), *key[2:])

@@ -29,20 +29,24 @@ from autopar.graph import OpGraph
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.recompute import MODES
-from autopar.search.bounds import Bound, Stretches, bound_of, least_bytes, refine
+from autopar.search.bounds import Bound, bound_of, least_bytes, recomputing, refine
 from autopar.search.chaining import chain_of
 from autopar.search.clock import Clock
 from autopar.search.evaluate import Evaluated, Evaluator, Style
 from autopar.search.pricing import Priced
 from autopar.search.space import Frame, Grid, Meshes, counts_of, frames, grids, kind_of, micro_batch_counts, tried_after
 from autopar.search.stages import Solve
+from autopar.search.stretches import Stretches
 from autopar.staging import cut_points, stage_graphs
 from cost_models import CostModel
 
-DIVE = 24  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
-DEEPER = 0.9  # what is priced already promises that much more, so that the search gets to a plan before it widens
+DIVE = 8  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
+DEEPER = 0.7  # what is priced already promises that much more, so that the search gets to a plan before it widens
+GROWTH = 1.12  # expected of the seconds of all micro-batches when there are twice as many
 ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
+
+MOST_WORSE = 2  # schedules tried after the search that are no better, until no more are tried
 
 GRID, PRICED = range(2)  # how far the bound of a frame has come
 
@@ -172,11 +176,20 @@ class JointSearch:
         return min(self.best_seconds, ready[0].estimate_seconds if ready else math.inf)
 
     def _try_after(self, frame: Frame) -> None:
-        """The best plan's grid and micro-batches with the schedules of which no good bound is known."""
-        for other in tried_after(frame, self.chain.num_units, self.options):
-            bound = bound_of(other, self._of_ranks(other), True, self.best_seconds, self._hop_seconds(other))
-            if bound.cuts is not None and bound.estimate_seconds < self.best_seconds:
-                self._add(other, bound.cuts, [self._best_style(other)])
+        """The best plan's grid and micro-batches with the schedules of which no good bound is known, those that promise most
+        first, until some are no better."""
+        promising = []
+        with self.clock.phase("bound"):
+            for number, other in enumerate(tried_after(frame, self.chain.num_units, self.options)):
+                bound = bound_of(other, self._of_ranks(other), True, self.best_seconds, self._hop_seconds(other))
+                promising.append((bound.estimate_seconds, number, other, bound.cuts))
+        worse = 0
+        for estimate, _, other, cuts in sorted(promising):
+            if cuts is None or estimate >= self.best_seconds or worse == MOST_WORSE:
+                break
+            before = self.best_seconds
+            self._add(other, cuts, [self._best_style(other)])
+            worse += self.best_seconds == before
 
     def _out_of_time(self) -> bool:
         """Whether the user's own cut-off has passed and there is a plan to give."""
@@ -202,8 +215,14 @@ class JointSearch:
         return entry.estimate_seconds < self.best_seconds and len(self.evaluated) < self.options.max_evaluations
 
     def _entry(self, seconds: float, step: int, frame: Frame) -> _Waiting:
-        depth = 1.0 if step == GRID else DEEPER
+        depth = self._expected_growth(frame) if step == GRID else DEEPER
         return _Waiting(seconds * self._expected_factor(frame) * depth, next(self._number), seconds, step, frame)
+
+    def _expected_growth(self, frame: Frame) -> float:
+        """By how much smaller micro-batches than those priced so far may well take longer; for the order alone."""
+        count = frame.num_micro_batches
+        nearest = max(fewer for fewer, _ in self._each[frame.grid] if fewer <= count)
+        return float(GROWTH ** math.log2(count / nearest))
 
     def _expected_factor(self, frame: Frame) -> float:
         """By how much a frame may well exceed its bound: the bubble, and recomputation where activations do not fit. It
@@ -246,6 +265,7 @@ class JointSearch:
             bound = bound_of(
                 entry.frame, self._of_ranks(entry.frame), within, self.best_seconds, self._hop_seconds(entry.frame)
             )
+        self._note_each(entry.frame.grid, entry.frame.num_micro_batches)
         seconds = max(entry.seconds, bound.seconds)
         self._looked_at[entry.frame] = (seconds, seconds if bound.cuts is None else max(seconds, bound.estimate_seconds))
         if bound.cuts is None:
@@ -394,8 +414,15 @@ class JointSearch:
         cuts = tuple(self.chain.starts[end - 1] for end in ends)
         for style in styles:
             with self.clock.phase("evaluate"):
-                found = self.evaluator.evaluate(frame, graph, cuts, style, self.best_seconds, enough_seconds)
+                found = self.evaluator.evaluate(
+                    frame, graph, cuts, style, self.best_seconds, enough_seconds, self._wanted(frame, ends)
+                )
                 self.evaluated.append(found)
+
+    def _wanted(self, frame: Frame, ends: Sequence[int]) -> list[tuple[int, ...]] | None:
+        """How many blocks of each stage should recompute; None where all numbers are tried, or there is no choice."""
+        may_choose = self.options.parallelism.recompute is None and bool(self.short.graph.block_groups)
+        return recomputing(frame, self._of_ranks(frame), ends) if self.options.gap and may_choose else None
 
     def _num_cuts(self, frame: Frame) -> int:
         return math.comb(self.chain.num_units - 1, frame.num_stages - 1)

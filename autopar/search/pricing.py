@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.costing import Costed
 from autopar.costing.conversions import FloatArray
+from autopar.search.decoding import modes_of_run
 from autopar.search.units import momentary_bytes, units_of
 from autopar.solver.chain import ROUNDING, Elimination, Table
+
+Weights = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,11 @@ class Chain:
 
 @dataclass(eq=False)
 class Priced:
-    """Units of the short graph under each recomputation mode that is allowed, priced (``price``) when they are asked for."""
+    """Units of the short graph under each mode of recomputation that is ``allowed``, priced when they are asked for."""
 
     chain: Chain
     price: Callable[[str, Costed | None], Costed]
-    modes: tuple[str, ...]
+    allowed: tuple[str, ...]
     available_bytes: float
     _costed: dict[str, Costed] = field(default_factory=dict)
     _units: dict[str, list[Elimination]] = field(default_factory=dict)
@@ -63,7 +68,7 @@ class Priced:
                 if id(unit) not in known:
                     known[id(unit)] = Elimination(unit)
             self._units[mode] = [known[id(unit)] for unit in found]
-            if len(self._units) == len(self.modes):
+            if len(self._units) == len(self.allowed):
                 self._costed.clear()  # all that is needed of them is in the units
         return self._units[mode]
 
@@ -89,30 +94,41 @@ class Priced:
             result[start, start + 1 :] -= np.maximum.accumulate(held[start:])
         return result
 
-    def costs(self, weights: FloatArray, modes: Sequence[str] | None = None) -> Table:
+    def costs(self, weights: Weights, modes: Sequence[str] | None = None) -> Table:
         """(weights, starts, ends): the least weighted cost of every run of units, its ports free, less rounding.
 
         A block that lies in the run as a whole takes the mode of ``modes`` (by default all that are allowed) that suits it;
         of a block that is cut nothing is recomputed.
         """
-        taken = [mode for mode in self.modes if mode == self.plain or modes is None or mode in modes]
+        taken = [mode for mode in self.allowed if mode == self.plain or modes is None or mode in modes]
         found = _Run(self.chain, self._matrices(weights, taken), self.plain).costs(len(weights))
         return np.asarray(found * np.float32(1 - ROUNDING), dtype=np.float32)
 
-    def fastest(self, weights: FloatArray) -> Table:
+    def modes(
+        self, weights: Weights, runs: Sequence[tuple[int, int]]
+    ) -> list[list[tuple[float, list[str]]]]:
+        """For each run of units and each weight, the least cost and the mode of each block that the run has whole."""
+        matrices = self._matrices(weights, self.allowed)
+        places = self.chain.places
+        return [
+            [modes_of_run(places[start:end], matrices, self.plain, index) for index in range(len(weights))]
+            for start, end in runs
+        ]
+
+    def fastest(self, weights: Weights) -> Table:
         """Costs where bytes do not count, so that nothing is recomputed."""
         return self.costs(weights, [self.plain])
 
-    def leanest(self, weights: FloatArray) -> Table:
+    def leanest(self, weights: Weights) -> Table:
         """Costs where only bytes count, so that as much is recomputed as may be."""
-        return self.costs(weights, self.modes[-1:])
+        return self.costs(weights, self.allowed[-1:])
 
     @property
     def plain(self) -> str:
         """The mode of blocks that are cut."""
-        return self.modes[0]
+        return self.allowed[0]
 
-    def _matrices(self, weights: FloatArray, modes: Sequence[str]) -> dict[str, list[Table]]:
+    def _matrices(self, weights: Weights, modes: Sequence[str]) -> dict[str, list[Table]]:
         known: dict[int, Table] = {}
         found: dict[str, list[Table]] = {}
         for mode in modes:

@@ -60,11 +60,6 @@ class Solved:
         return self.fits and _is_unlimited(self.candidate) and _only(self.candidate.costed.setting.recompute) == "none"
 
     @property
-    def mode(self) -> str | None:
-        """The mode of recomputation of some of its blocks; None where nothing is recomputed."""
-        return next((mode for mode in self.candidate.costed.setting.recompute.values() if mode != "none"), None)
-
-    @property
     def repeats(self) -> bool:
         """Whether its backward pass gathers or computes something again."""
         recomputes = _only(self.candidate.costed.setting.recompute) != "none"
@@ -93,7 +88,6 @@ class StageSolver:
         self.prepared, self.site, self.cost_model, self.options, self.solve = prepared, site, cost_model, options, solve
         self.boundary, self.storage = boundary, storage
         self.blocks = [block.path for group in prepared.graph.block_groups for block in group.blocks]
-        self.hint: str | None = None  # the mode of recomputation that suited a stage before this one
         self._priced: dict[tuple[int, ...], Costed] = {}
 
     def costed(self, counts: tuple[int, ...]) -> Costed:
@@ -124,22 +118,45 @@ class StageSolver:
         pairs = [(some, full) for full in range(total + 1) for some in range(total + 1 - full)]
         return sorted(((total - s - f, s, f) for s, f in pairs), key=lambda counts: (counts[2], counts[1]))
 
-    def best(self, to_beat_seconds: float = math.inf, enough_seconds: float = 0.0) -> Solved:
-        """The fastest way to run the stage that fits; what takes ``enough_seconds`` or less is not improved."""
-        found = self._fitted((len(self.blocks), 0, 0), to_beat_seconds) if self._may_keep_all() else None
-        enough = found is not None and found.stage is not None and _seconds(found) <= enough_seconds
-        if found is None or not (enough or _is_unlimited(found)):  # else no memory is wanting: recomputing only costs
-            few = self.options.parallelism.recompute is not None or (
-                not self.options.gap and len(self.blocks) <= EXHAUSTIVE_BLOCKS
-            )
-            beat = min(to_beat_seconds, _seconds(found) if found is not None and found.stage is not None else math.inf)
-            others = self._each(beat) if few else self._as_few_as_fit(beat)
-            found = min([*([found] if found else []), *others], key=_rank)
+    def best(
+        self, to_beat_seconds: float = math.inf, enough_seconds: float = 0.0, wanted: tuple[int, ...] | None = None
+    ) -> Solved:
+        """The fastest way to run the stage that fits; what takes ``enough_seconds`` or less is not improved.
+
+        ``wanted``: numbers of blocks in each mode of recomputation that should suit it; where it does not fit with them,
+        others are tried.
+        """
+        found = self._as_wanted(wanted, to_beat_seconds) if wanted is not None else None
+        if found is None or found.stage is None:
+            found = self._searched(to_beat_seconds, enough_seconds)
         return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
+
+    def _as_wanted(self, wanted: tuple[int, ...], to_beat_seconds: float) -> Candidate:
+        """With these numbers of blocks in each mode; without recomputation, where little of it is wanted, if that is better."""
+        _, some, full = wanted
+        few = 0 < some + full <= len(self.blocks) // 4
+        found = self._fitted((len(self.blocks) - some - full, some, full), to_beat_seconds)
+        if few:
+            beat = min(to_beat_seconds, _seconds(found)) if found.stage is not None else to_beat_seconds
+            found = min([found, self._fitted(self._counts(1, 0), beat)], key=_rank)
+        return found
+
+    def _searched(self, to_beat_seconds: float, enough_seconds: float) -> Candidate:
+        found = self._fitted(self._counts(1, 0), to_beat_seconds) if self._may_keep_all() else None
+        enough = found is not None and found.stage is not None and _seconds(found) <= enough_seconds
+        if found is not None and (enough or _is_unlimited(found)):
+            return found  # no memory is wanting: recomputing only costs
+        few = self.options.parallelism.recompute is not None or (
+            not self.options.gap and len(self.blocks) <= EXHAUSTIVE_BLOCKS
+        )
+        beat = min(to_beat_seconds, _seconds(found) if found is not None and found.stage is not None else math.inf)
+        others = self._each(beat) if few else self._as_few_as_fit(beat)
+        return min([*([found] if found else []), *others], key=_rank)
 
     def repeated(self, solved: Solved, like: OpGraph, graph: OpGraph) -> Solved | None:
         """The same choices in this stage, which is like the one they were made for; None if its nodes are others."""
-        costed = self.costed((len(self.blocks), 0, 0))
+        modes = list(solved.candidate.costed.setting.recompute.values())
+        costed = self.costed(tuple(modes.count(mode) for mode in MODES))
         choices = solved.candidate.assignment.choices
         theirs = solved.candidate.costed.problem
         assert choices is not None
@@ -166,7 +183,7 @@ class StageSolver:
         """For each mode of recomputation the least number of blocks with which the fastest sharding fits; and where even
         all blocks are not enough, the sharding that fits."""
         found = []
-        for place in (1, 2) if self.hint is None else (MODES.index(self.hint),):
+        for place in (1, 2):
             everything = self._free(self._counts(place, len(self.blocks)))
             if everything.missing_bytes:
                 found += self._as_many_as_pays(place, to_beat_seconds)

@@ -21,9 +21,9 @@ from autopar.solver import Edge
 from autopar.solver.chain import Factor, Unit
 from autopar.staging import derived_operators
 
-# Rows of a unit's tables: seconds for each micro-batch, seconds once a step, bytes kept throughout, bytes kept for each
-# micro-batch in flight; and of the first, the parts of the forward pass and of making parameters' gradients.
-ROWS = ("each_seconds", "once_seconds", "kept_bytes", "flying_bytes", "forward_seconds", "weight_seconds")
+# Rows of a unit's tables: seconds of a micro-batch's forward and of its backward pass, seconds once a step, bytes kept
+# throughout, bytes kept for each micro-batch in flight; and of the backward pass, what makes parameters' gradients.
+ROWS = ("forward_seconds", "backward_seconds", "once_seconds", "kept_bytes", "flying_bytes", "weight_seconds")
 
 
 def line_of(graph: OpGraph) -> list[str]:
@@ -161,18 +161,27 @@ def _node_rows(costed: Costed, node: int) -> FloatArray:
     name = problem.names[node]
     if name in costed.prepared.graph.values and costed.prepared.graph.values[name].kind == "parameter":
         once = costed.parameter_table(name).once_seconds
-        return np.stack([(seconds - once) / setting.num_micro_batches, once, kept, nothing, nothing, nothing])
+        return np.stack([nothing, (seconds - once) / setting.num_micro_batches, once, kept, nothing, nothing])
+    each = seconds / setting.num_micro_batches
     forward = weight = nothing
     if name in costed.prepared.graph.operator_of:
         table = costed.operator_table(name)
         forward, weight = table.forward_seconds, table.weight_seconds
-    each = seconds / setting.num_micro_batches
-    return np.stack([each, nothing, nothing, kept / setting.in_flight, np.minimum(forward, each), weight])
+    ahead, back = _passes(each, forward)
+    return np.stack([ahead, back, nothing, nothing, kept / setting.in_flight, np.minimum(weight, back)])
 
 
 def _edge_rows(costed: Costed, edge: Edge, forward: FloatArray | None) -> FloatArray:
+    """The rows of an edge's pairs of choices."""
     seconds = edge.costs_seconds / costed.setting.num_micro_batches
     nothing = np.zeros_like(seconds)
     flying = nothing if edge.memory_bytes is None else edge.memory_bytes[0] / costed.setting.in_flight
-    ahead = nothing if forward is None else np.minimum(forward, seconds)
-    return np.stack([seconds, nothing, nothing, flying, np.where(np.isfinite(ahead), ahead, 0.0), nothing])
+    ahead, back = _passes(seconds, nothing if forward is None else forward)
+    return np.stack([ahead, back, nothing, nothing, flying, nothing])
+
+
+def _passes(each: FloatArray, forward: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Seconds of the forward and of the backward pass; infinite both where a choice is absent."""
+    finite = np.isfinite(each)
+    ahead = np.where(finite, np.minimum(forward, each), np.inf)
+    return ahead, np.where(finite, each, np.inf) - np.where(finite, ahead, 0.0)

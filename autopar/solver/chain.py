@@ -20,6 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,14 +54,36 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Tables `reads`, spread over `shape` dims each (1 where a table lacks a variable), are added up; then the variable in
-    the last dim is minimised over, unless this is the last step (`minimises` False). Before that, `relaxed` tables leave
-    their part aside: (table, dim) is minimised over that dim into a table of its own."""
+class _Read:
+    """A table, its dims in the order of a step's, and its `shape` there: 1 where it lacks a variable."""
 
-    reads: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    table: int
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Tables `reads` are added up over `shape`, small ones first; then the variable in the first dim is minimised over,
+    unless this is the last step (`minimises` False). Before that, `relaxed` tables leave their part aside: (table, dim) is
+    minimised over that dim into a table of its own."""
+
+    reads: tuple[_Read, ...]
+    shape: tuple[int, ...]
     relaxed: tuple[tuple[int, int], ...]
     minimises: bool
+
+
+def _spread(array: Table, read: _Read, minimises: bool) -> Table:
+    """A table over the dims of a step's sum."""
+    ordered = array.transpose(0, *(1 + dim for dim in read.order)).reshape(array.shape[0], *read.shape)
+    return np.swapaxes(ordered, 0, 1) if minimises else ordered
+
+
+def _weighted(weights: Table, rows: FloatArray | Table) -> Table:
+    """(num weights, size of each variable ...): the rows added up."""
+    flat = rows.reshape(len(rows), -1).astype(np.float32, copy=False)
+    return np.asarray(np.dot(weights, flat).reshape(len(weights), *rows.shape[1:]))
 
 
 class Elimination:
@@ -99,7 +123,7 @@ class Elimination:
             alive.add(len(self._scopes))
             self._scopes.append((*self._scopes[table][:dim], *self._scopes[table][dim + 1 :]))
         scope = tuple(sorted({v for table in touching for v in self._scopes[table]} - {variable}))
-        self._steps.append(self._reading(touching, (*scope, variable), tuple(relaxed), minimises=True))
+        self._steps.append(self._reading(touching, (variable, *scope), tuple(relaxed), minimises=True))
         alive.add(len(self._scopes))
         self._scopes.append(scope)
 
@@ -110,39 +134,43 @@ class Elimination:
         self, tables: Sequence[int], order: tuple[int, ...], relaxed: tuple[tuple[int, int], ...], minimises: bool
     ) -> _Step:
         reads = []
-        for table in tables:
+        for table in sorted(tables, key=lambda table: self._entries(set(self._scopes[table]))):
             scope = self._scopes[table]
             ranked = tuple(sorted(range(len(scope)), key=lambda index: order.index(scope[index])))
             shape = tuple(self.unit.sizes[variable] if variable in scope else 1 for variable in order)
-            reads.append((table, ranked, shape))
-        return _Step(tuple(reads), relaxed, minimises)
+            reads.append(_Read(table, ranked, shape))
+        return _Step(tuple(reads), tuple(self.unit.sizes[variable] for variable in order), relaxed, minimises)
 
-    def evaluate(self, weights: FloatArray) -> Table:
+    def evaluate(self, weights: NDArray[np.floating[Any]]) -> Table:
         """(num weights, entry states, exit states): the least cost of the unit between its ports; one state where there is
         none. weights: (num weights, rows), the first row's weight above 0."""
         given = weights.astype(np.float32)
-        tables: list[Table] = [
-            np.tensordot(given, factor.rows, axes=(1, 0)).astype(np.float32, copy=False) for factor in self.unit.factors
-        ]
+        tables = [_weighted(given, factor.rows) for factor in self.unit.factors]
+        room = np.empty(len(weights) * self._most_entries, dtype=np.float32)
         total = np.zeros(len(weights), dtype=np.float32)
         for step in self._steps:
             tables.extend(tables[table].min(axis=1 + dim) for table, dim in step.relaxed)
-            total = np.zeros(len(weights), dtype=np.float32) if not step.reads else self._sum(step, tables)
+            total = self._sum(step, tables, room) if step.reads else np.zeros(len(weights), dtype=np.float32)
             if step.minimises:
-                tables.append(total.min(axis=-1))
-        return self._matrix(total, len(weights))
+                tables.append(total.min(axis=0))  # the outermost dim: numpy takes whole rows at once
+        return self._matrix(total.copy(), len(weights))
+
+    @cached_property
+    def _most_entries(self) -> int:
+        """Of a step's sum, for one weight."""
+        return max((math.prod(step.shape) for step in self._steps), default=1)
 
     @staticmethod
-    def _sum(step: _Step, tables: Sequence[Table]) -> Table:
-        total: Table | None = None
-        for table, ranked, shape in step.reads:
-            array = tables[table]
-            if ranked != tuple(range(len(ranked))):
-                array = array.transpose(0, *(1 + index for index in ranked))
-            array = array.reshape(array.shape[0], *shape)
-            total = array if total is None else total + array
-        assert total is not None
-        return total
+    def _sum(step: _Step, tables: Sequence[Table], room: Table) -> Table:
+        """The sum of a step's tables, in ``room``. Where it is to be minimised, the variable comes before the weights."""
+        num_weights = tables[0].shape[0]
+        arrays = [_spread(tables[read.table], read, step.minimises) for read in step.reads]
+        shape = (num_weights, *step.shape)
+        if step.minimises:
+            shape = (shape[1], shape[0], *shape[2:])
+        total = room[: math.prod(shape)].reshape(shape)
+        partial = reduce(np.add, arrays[:-1]) if len(arrays) > 1 else np.float32(0.0)
+        return np.asarray(np.add(partial, arrays[-1], out=total))
 
     def _matrix(self, total: Table, num_weights: int) -> Table:
         """The last sum over (weights, entry, exit)."""

@@ -32,7 +32,7 @@ def priced_whole(graph: OpGraph, num_devices: int = 2) -> tuple[Costed, float]:
         return build(prepared, mesh, ("free",), model, PlanOptions(), Setting(1, 1, turn=False), like)
 
     weights = np.zeros((1, len(ROWS)))
-    weights[0, :2] = 1.0
+    weights[0, :3] = 1.0
     composed = float(Priced(chain, price, ("none",), 1e12).costs(weights)[0, 0, -1])
     return build(prepare(graph), mesh, ("free",), model, PlanOptions(), Setting(1, 1)), composed
 
