@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.options import OPTIMIZERS, RECOMPUTATIONS, Parallelism, PlanOptions
+from autopar.options import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, Parallelism, PlanOptions
 from cost_models import SCHEDULES, ClusterError
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ PLAN_HELP = (
 )
 ZERO_HELP = "sharded on the data axis: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
 MICRO_BATCH_HELP = "samples that go through a stage at a time, over all of its devices"
+PRECISION_HELP = (
+    "model: the model's own types (default); bfloat16: computed in it, with float32 masters and gradient sums; autocast: "
+    "as under torch.autocast to bfloat16"
+)
 MODEL_HELP = "package.module:function or file.py:function, which returns (model, example_inputs[, loss_fn])"
 
 
@@ -163,6 +167,7 @@ def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
         help="share of the memory kept free (default 0.05)",
     )
     options.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose states count (default adamw)")
+    options.add_argument("--precision", choices=tuple(PRECISIONS), default="model", help=PRECISION_HELP)
     options.add_argument("--time-limit", type=float, metavar="SECONDS", help="end the search with the best found")
 
 
@@ -190,6 +195,7 @@ def _options(parsed: argparse.Namespace) -> PlanOptions:
         max_mesh_axes=parsed.max_mesh_axes,
         mesh_shape=read_shape(parsed.mesh_shape) if parsed.mesh_shape else None,
         time_limit_seconds=parsed.time_limit,
+        precision=parsed.precision,
     )
 
 

@@ -115,11 +115,16 @@ class Input:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter; ``names`` are all of its module paths (more than one when tied), the first is the one shown."""
+    """A parameter; ``names`` are all of its module paths (more than one when tied), the first is the one shown.
+
+    ``master``: the dtype of the copy that rests and that the optimizer updates, where a precision policy keeps one apart
+    from the working copy, whose dtype is the value's.
+    """
 
     value: str
     names: tuple[str, ...]
     trainable: bool = True
+    master: str | None = field(default=None, repr=False)  # the fingerprint has it apart
 
     @property
     def name(self) -> str:
@@ -220,6 +225,16 @@ class OpGraph:
         return {value: tuple(places) for value, places in found.items()}
 
     @cached_property
+    def parameter_of(self) -> dict[str, Parameter]:
+        """Parameter by its value."""
+        return {entry.value: entry for entry in self.parameters}
+
+    @cached_property
+    def masters(self) -> dict[str, str]:
+        """The dtype in which each parameter rests, is updated, and has its gradient summed, by value."""
+        return {entry.value: entry.master or self.values[entry.value].dtype for entry in self.parameters}
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the structure: two models with one fingerprint take the same plans."""
         digest = hashlib.sha256()
@@ -227,6 +242,9 @@ class OpGraph:
             digest.update(repr(part).encode())
         for value in self.values.values():
             digest.update(repr((value.id, value.shape, value.dtype, value.requires_grad)).encode())
+        masters = tuple(entry.master for entry in self.parameters)
+        if any(masters):
+            digest.update(repr(masters).encode())
         return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from autopar.errors import InputError
@@ -68,9 +69,50 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """In which types a model is trained; without ``compute``, in its own.
+
+    ``compute``: the type of the parameters' working copies, of activations and of their gradients (mixed precision as in
+    Micikevicius et al., ICLR 2018; Megatron-LM and FSDP's MixedPrecision have it alike). What the optimizer updates are
+    *masters*, in the parameter's own type and float32 at least; a parameter's gradient is brought to its master's type
+    before it is summed over devices or micro-batches. Frozen parameters and persistent buffers are kept in ``compute``.
+    ``autocast``: parameters stay as they are, and forward and loss run under ``torch.autocast`` to this type, whose casts
+    become operators of the graph: those that torch makes on the kind of device that the model is on (meta counts as CPU).
+
+    >>> Precision("bfloat16").master("float32")
+    'float32'
+    """
+
+    compute: str | None = None
+    autocast: str | None = None
+
+    def master(self, dtype: str) -> str | None:
+        """The type of the master of a parameter of type ``dtype``; None where the parameter itself is updated."""
+        if self.compute is None or dtype not in FLOATING:
+            return None
+        return "float64" if dtype == "float64" else "float32"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dict, the arguments that make it again."""
+        return dataclasses.asdict(self)
+
+    def computed(self, dtype: str) -> str:
+        """The type in which a tensor of type ``dtype`` is computed with."""
+        return self.compute if self.compute is not None and dtype in FLOATING else dtype
+
+
+FLOATING = ("float64", "float32", "float16", "bfloat16")
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {"model": Precision(), "bfloat16": Precision("bfloat16"), "autocast": Precision(autocast="bfloat16")}
+)
+
+
+@dataclass(frozen=True)
 class PlanOptions:
     """How to plan.
 
+    ``precision``: ``model`` (the model's own types), ``bfloat16`` (computed in bfloat16; float32 masters, gradient sums
+    and optimizer states) or ``autocast`` (as under ``torch.autocast`` to bfloat16); see :class:`Precision`.
     ``optimizer``: whose state bytes count, one of ``adamw adam sgd_momentum sgd``. ``memory_margin``: part of each
     device's memory that is kept free. ``max_mesh_axes``: meshes of up to this many axes are searched.
     ``max_variants``: how many differently sharded versions of a repeated block a program may have.
@@ -87,11 +129,14 @@ class PlanOptions:
     max_variants: int = 4
     gap: float = 0.01
     max_evaluations: int = 6
-    max_pricings: int = 160
+    max_pricings: int = 120
     mesh_shape: tuple[int, ...] | None = None
     time_limit_seconds: float | None = None
+    precision: str = "model"
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise InputError(f"precision {self.precision!r} is not known; choose one of {', '.join(PRECISIONS)}")
         if not isinstance(self.parallelism, Parallelism):
             raise InputError(f"parallelism={self.parallelism!r} must be a Parallelism, such as Parallelism(data=2)")
         if self.mesh_shape is not None and not _is_shape(self.mesh_shape):

@@ -20,6 +20,7 @@ from autopar.codegen import generate
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Input, OpGraph
 from autopar.initial import initial_values, meta_modules
+from autopar.options import PRECISIONS, Precision
 from autopar.plans import Plan, check_fingerprint
 from autopar.randomness import mode_dependent_operators
 from autopar.ranks import Ranks, attempt, is_cpu, join_group
@@ -95,7 +96,10 @@ def parallelize(
         )
     own_device = join_group(device)
     ranks = Ranks()
-    traced = ranks.together(lambda: trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn))
+    policy = ranks.from_first(lambda: _precision(plan, options), lambda said: Precision(**said))
+    traced = ranks.together(
+        lambda: trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy)
+    )
     ranks.same(traced.graph.fingerprint, "traced another model, or example inputs of other shapes")
     chosen = ranks.from_first(
         lambda: _plan(traced.graph, ranks.size, plan, cluster, options, parallelism, is_cpu(own_device)),
@@ -340,6 +344,13 @@ def _leaves(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------
+
+
+def _precision(given: Plan | str | Path | None, options: PlanOptions | None) -> Precision:
+    """The types in which the model is traced: those of the plan given, or of the options."""
+    if given is not None:
+        return (given if isinstance(given, Plan) else Plan.load(given)).precision
+    return PRECISIONS[options.precision] if options is not None else Precision()
 
 
 def _plan(

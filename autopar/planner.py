@@ -20,7 +20,7 @@ from autopar.errors import InputError
 from autopar.graph import OpGraph, check
 from autopar.mesh import Mesh, factorizations
 from autopar.micro_batches import coupling
-from autopar.options import Parallelism, PlanOptions
+from autopar.options import PRECISIONS, Parallelism, PlanOptions
 from autopar.plans import Plan
 from autopar.report import details
 from autopar.search.clock import Clock
@@ -74,7 +74,8 @@ def plan(
     chosen = merged_options(options, parallelism)
     check_degrees(cluster.num_devices, chosen)  # contradictions are found before the model is traced
     start = time.perf_counter()
-    graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn).graph
+    policy = PRECISIONS[chosen.precision]
+    graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy).graph
     seconds = time.perf_counter() - start
     return plan_graph(graph, cluster, chosen, progress=progress, tracing_seconds=seconds)
 

@@ -19,6 +19,7 @@ from autopar.errors import PlanFileError
 from autopar.graph import BlockGroup, OpGraph
 from autopar.layout import Layout, layout_text, parse_layout
 from autopar.mesh import Mesh
+from autopar.options import PRECISIONS, Precision
 from autopar.staging import stage_graphs
 
 SCHEMA_VERSION = 2
@@ -95,6 +96,17 @@ class Plan:
     rank_order: tuple[int, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def precision(self) -> Precision:
+        """The types in which the model is to be traced for this plan."""
+        name = self.options.get("precision", "model")
+        if name not in PRECISIONS:
+            raise PlanFileError(
+                f"the plan is for precision {name!r}, which this version does not know; plan again with one of "
+                f"{', '.join(PRECISIONS)}"
+            )
+        return PRECISIONS[name]
 
     @cached_property
     def fingerprint(self) -> str:

@@ -140,6 +140,7 @@ PRIVATE_TORCH = {
     "torch.ops._c10d_functional": "autopar.runtime.collectives",
     "torch.testing._internal": "autopar.simulation",
     "torch.utils._pytree": "autopar.tracing",
+    "torch.utils._python_dispatch": "autopar.tracing.autocast",
 }
 
 MAY_PRINT = "autopar.cli"

@@ -102,11 +102,11 @@ def _handed_on(plan: Plan, stages: Sequence[Part], part: Part) -> Iterator[Entry
             yield Entry("send_recv", STAGES, num_bytes, "backward", value, stage=after)
 
 
-def _local_bytes(part: Part, value: str, layout: Layout) -> int:
-    """Bytes of a value on the stage's first device."""
+def _local_bytes(part: Part, value: str, layout: Layout, dtype: str | None = None) -> int:
+    """Bytes of a value on the stage's first device; with ``dtype``, of something of its shape."""
     described = part.graph.values[value]
     shape = local_shape(described.shape, layout, part.wiring.resolved.stage.mesh.shape)
-    return math.prod(shape) * ITEM_BYTES[described.dtype]
+    return math.prod(shape) * ITEM_BYTES[dtype or described.dtype]
 
 
 def _first_stages(plan: Plan) -> list[int]:
@@ -152,7 +152,8 @@ def _between_stages(plan: Plan, graph: OpGraph, stages: Sequence[Part]) -> Itera
         if len(ranks) == 1 or value not in trainable or value not in stages[holders[0]].wiring.gradient:
             continue
         for holder in ranks.values():
-            num_bytes = _local_bytes(stages[holder], value, stages[holder].wiring.parameter(value).storage)
+            part = stages[holder]
+            num_bytes = _local_bytes(part, value, part.wiring.parameter(value).storage, part.graph.masters[value])
             yield Entry("all_reduce", STAGES, num_bytes, "gradient", value, stage=holder)
 
 
@@ -237,7 +238,7 @@ class _StageLedger:
 
         Under ZeRO-3 a parameter is gathered, and its gradient scattered, for every micro-batch; gathered again in backward
         when some operator has kept it for that, or is computed again. Under ZeRO-2 the gradient is scattered for every
-        micro-batch. What is still a sum over other axes is summed once a step.
+        micro-batch. What is still a sum over other axes is summed once a step. Gradients are sent in the master's dtype.
         """
         value = parameter.value
         what = self.resolved.representative_value(value)
@@ -247,7 +248,10 @@ class _StageLedger:
         described = self.graph.values[value]
         current = tuple(REPLICATED if state == SUMMED_GRADIENT else state for state in plan.storage)
         for step in steps(current, plan.use):
-            ahead, back = step_traffic(step, current, described.shape, self.mesh.shape, ITEM_BYTES[described.dtype])
+            items = (ITEM_BYTES[described.dtype], ITEM_BYTES[self.graph.masters[value]])
+            ahead, back = (
+                step_traffic(step, current, described.shape, self.mesh.shape, item)[way] for way, item in enumerate(items)
+            )
             current = (*current[: step.axis], step.target, *current[step.axis + 1 :])
             if self.mesh.shape[step.axis] == 1:
                 continue

@@ -69,11 +69,14 @@ class SourceWriter:
         use = text.words(plan.use)
         resting = tuple(REPLICATED if state == SUMMED_GRADIENT else state for state in plan.use)
         stored = tuple(REPLICATED if state == SUMMED_GRADIENT else state for state in plan.storage)
-        parts = ["mesh", names[0], repr(described.shape), f"torch.{described.dtype}", f"use={text.quoted(use)}"]
+        master = self.graph.masters[value]
+        parts = ["mesh", names[0], repr(described.shape), f"torch.{master}", f"use={text.quoted(use)}"]
         if stored != resting:
             parts += [f"store={text.quoted(text.words(stored))}", f"zero={plan.zero}"]
         if len(names) > 1:
             parts.append(f"aliases={text.tuple_text(list(names[1:]))}")
+        if self.graph.parameter_of[value].master:
+            parts.append(f"compute=torch.{described.dtype}")
         if not trainable:
             parts.append("trainable=False")
         return f"{self.scope.runtime('parameter')}({', '.join(parts)})"

@@ -4,6 +4,10 @@ Storage is the use layout, sharded further on axes where the gradient is partial
 ZeRO-1, 2, 3 (Rajbhandari et al., SC'20, section 5). Gradients are summed over devices once a step, under ZeRO-2 and 3
 once a micro-batch, and ZeRO-3 gathers the parameter for every micro-batch. With one micro-batch a step ZeRO-2 sends what
 ZeRO-1 sends and keeps less, so ZeRO-1 is then offered only where it is forced.
+
+Under a precision policy what rests is a *master*: the working copy is made of it in the type of the value, once a step or
+(ZeRO-3) at each gather, which sends the narrower type. Each micro-batch's gradient is brought to the master's type, in
+which it is kept, sent and added up.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class ParameterTable:
     """The ways to keep a parameter with their costs.
 
     ``seconds``: gathers, gradient reductions and the optimizer's own update in a step; ``once_seconds``: the part of them
-    that does not grow with the number of micro-batches; ``optimizer_seconds``: the update's;
+    that does not grow with the number of micro-batches; ``optimizer_seconds``: the update's, and those of casts between
+    masters and working copies;
     ``kept_bytes``: parameter, working copy, gradient and optimizer states; ``parts``: these four, (4, choices);
     ``transient_bytes``: held for a moment around its use.
     """
@@ -66,10 +71,12 @@ def parameter_table(
     optimizer: str,
     kept_for_backward: bool = True,
     num_micro_batches: int = 1,
+    master: str | None = None,
 ) -> ParameterTable:
     """All ways to keep the parameter ``value`` whose readers want the layouts ``wanted``.
 
     ``kept_for_backward``: some reader needs the parameter in its backward pass, for which ZeRO-3 gathers it again.
+    ``master``: the dtype of the copy that rests, where it is kept apart from the working copy (``Precision``).
     """
     uses = dict.fromkeys(tuple(REPLICATED if state == PARTIAL else state for state in layout) for layout in wanted)
     uses.setdefault((REPLICATED,) * conversions.mesh.num_axes)
@@ -77,8 +84,12 @@ def parameter_table(
     for use in uses:
         stored = list(_storages(value, use, conversions, roles, zero, num_micro_batches)) if trainable else []
         choices.extend(stored or [ParameterChoice(use, _resting(use), 0)])
-    parts, transient = _bytes(value, choices, trainable, conversions, optimizer)
-    each, once, optimizing = _seconds(value, choices, trainable, conversions, parts, kept_for_backward)
+    parts, transient = _bytes(value, choices, trainable, conversions, optimizer, master)
+    each, once, optimizing = _seconds(value, choices, trainable, conversions, parts, kept_for_backward, master)
+    if trainable and master:
+        cast_each, cast_once = _cast_seconds(value, choices, conversions, kept_for_backward, master)
+        each, once = each + cast_each, once + cast_once
+        optimizing = optimizing + num_micro_batches * cast_each + cast_once
     return ParameterTable(
         tuple(choices),
         LayoutColumn.of([choice.use for choice in choices]),
@@ -134,22 +145,38 @@ def _levels(choices: Sequence[ParameterChoice]) -> np.ndarray:
     return np.array([choice.zero for choice in choices])
 
 
-def _bytes(
-    value: Value, choices: Sequence[ParameterChoice], trainable: bool, conversions: Conversions, optimizer: str
+def _elements(
+    value: Value, choices: Sequence[ParameterChoice], conversions: Conversions
 ) -> tuple[FloatArray, FloatArray]:
-    """Bytes by choice: parameter, working copy, gradient and states (4, choices), and what is held for a moment."""
-    item, zero = ITEM_BYTES[value.dtype], _levels(choices)
+    """Elements by choice on a device: as the parameter is used, and as it rests."""
     used, stored = (
         np.array([conversions.local_elements(value.shape, layout) for layout in layouts], dtype=np.float64)
         for layouts in ([choice.use for choice in choices], [choice.storage for choice in choices])
     )
+    return used, stored
+
+
+def _bytes(
+    value: Value,
+    choices: Sequence[ParameterChoice],
+    trainable: bool,
+    conversions: Conversions,
+    optimizer: str,
+    master: str | None,
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes by choice: parameter, working copy, gradient and states (4, choices), and what is held for a moment."""
+    rests = master or value.dtype
+    item, wide, zero = ITEM_BYTES[value.dtype], ITEM_BYTES[rests], _levels(choices)
+    used, stored = _elements(value, choices, conversions)
     if not trainable:
-        return np.array([stored * item, *np.zeros((3, len(choices)))]), np.zeros(len(choices))
-    states = np.array([optimizer_state_bytes(int(count), value.dtype, optimizer) for count in stored], dtype=np.float64)
-    copy = np.where((zero == 1) | (zero == 2), used * item, 0.0)
-    gradient = np.where(zero <= 1, used, stored) * item
-    moment = used * item * np.select([zero == 3, zero == 2], [2.0, 1.0])
-    return np.array([stored * item, copy, gradient, states]), moment
+        copy = used * item if master else np.zeros(len(choices))
+        return np.array([stored * wide, copy, *np.zeros((2, len(choices)))]), np.zeros(len(choices))
+    states = np.array([optimizer_state_bytes(int(count), rests, optimizer) for count in stored], dtype=np.float64)
+    has_copy = zero != 3 if master else (zero == 1) | (zero == 2)
+    gradient = np.where(zero <= 1, used, stored) * wide
+    arrives = item if master else 0  # autograd's own gradient, until it has been brought to the master's type
+    moment = used * np.select([zero == 3, zero == 2], [item + wide, arrives + wide], arrives)
+    return np.array([stored * wide, used * item * has_copy, gradient, states]), moment
 
 
 def _seconds(
@@ -159,6 +186,7 @@ def _seconds(
     conversions: Conversions,
     parts: FloatArray,
     kept_for_backward: bool,
+    master: str | None,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Seconds by choice, for each micro-batch and once a step, and the optimizer's part of the latter."""
     if not trainable:
@@ -167,17 +195,35 @@ def _seconds(
     stored, _, _, states = parts
     moved = 2 * states + 3 * stored
     optimizing = conversions.cost_model.compute_seconds(0.0, moved, value.dtype, "memory", **conversions.where)
-    gathering, reducing = _storage_seconds(value, choices, conversions)
+    gathering, reducing = _storage_seconds(value, choices, conversions, master or value.dtype)
     each = np.where(zero >= 2, reducing, 0.0) + np.where(zero == 3, gathering * (1 + kept_for_backward), 0.0)
     once = optimizing + np.where(zero < 2, reducing, 0.0) + np.where(zero < 3, gathering, 0.0)
     return each, once, optimizing
 
 
-def _storage_seconds(
-    value: Value, choices: Sequence[ParameterChoice], conversions: Conversions
+def _cast_seconds(
+    value: Value, choices: Sequence[ParameterChoice], conversions: Conversions, kept_for_backward: bool, master: str
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds by choice of one gather of the parameter from storage to use, and of one reduction of its gradient back."""
-    sizes, item = conversions.mesh.shape, ITEM_BYTES[value.dtype]
+    """Seconds by choice of casts, for each micro-batch and once a step: of what rests to the type of the working copy, and
+    of one micro-batch's gradient to the master's as it is added (reading both, writing the sum)."""
+    zero = _levels(choices)
+    used, stored = _elements(value, choices, conversions)
+    item, wide = ITEM_BYTES[value.dtype], ITEM_BYTES[master]
+
+    def moving(num_bytes: FloatArray) -> FloatArray:
+        return conversions.cost_model.compute_seconds(0.0, num_bytes, master, "memory", **conversions.where)
+
+    narrowing = moving(stored * (wide + item))
+    each = moving(used * (item + 2 * wide)) + np.where(zero == 3, narrowing * (1 + kept_for_backward), 0.0)
+    return each, np.where(zero < 3, narrowing, 0.0)
+
+
+def _storage_seconds(
+    value: Value, choices: Sequence[ParameterChoice], conversions: Conversions, rests: str
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds by choice of one gather of the parameter from storage to use, and of one reduction of its gradient back,
+    which is sent in the type ``rests``."""
+    sizes, item, wide = conversions.mesh.shape, ITEM_BYTES[value.dtype], ITEM_BYTES[rests]
     sent: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
     for place, choice in enumerate(choices):
         current = choice.storage
@@ -185,14 +231,14 @@ def _storage_seconds(
             if step.name in ("copy_to", "all_gather") and sizes[step.axis] > 1:
                 places, amounts = sent.setdefault((step.axis, step.name), ([], []))
                 places.append(place)
-                amounts.append(conversions.local_elements(value.shape, current) * item)
+                amounts.append(conversions.local_elements(value.shape, current))
             current = (*current[: step.axis], step.target, *current[step.axis + 1 :])
     gathering, reducing = np.zeros((2, len(choices)))
     for (axis, name), (places, amounts) in sent.items():
-        cost, num_bytes = conversions.axes[axis], np.array(amounts, dtype=np.float64)
+        cost, elements = conversions.axes[axis], np.array(amounts, dtype=np.float64)
         if name == "copy_to":
-            reducing[places] += cost.seconds("all_reduce", BUCKET_BYTES) * num_bytes / BUCKET_BYTES
+            reducing[places] += cost.seconds("all_reduce", BUCKET_BYTES) * elements * wide / BUCKET_BYTES
         else:
-            gathering[places] += cost.seconds("all_gather", num_bytes * sizes[axis])
-            reducing[places] += cost.seconds("reduce_scatter", num_bytes * sizes[axis])
+            gathering[places] += cost.seconds("all_gather", elements * item * sizes[axis])
+            reducing[places] += cost.seconds("reduce_scatter", elements * wide * sizes[axis])
     return gathering, reducing

@@ -236,6 +236,7 @@ def _add_sources(builder: _Builder) -> None:
                 builder.options.optimizer,
                 name in prepared.saved,
                 builder.setting.num_micro_batches,
+                graph.parameter_of[name].master,
             )
         table = builder.parameters[name]
         builder.node(parameter.value, table.seconds, builder.once(("kept", name), _row, table.kept_bytes))

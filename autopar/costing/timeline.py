@@ -9,6 +9,7 @@ alive from one slot to another, both included:
     what a conversion makes     to its reader, or to the reader's backward pass where that saved it           `_conversion`
     a gradient                  from its value's last reader's backward pass to its own operator's            `_gradient`
     a parameter's gradient      from the backward pass of its last reader on                                  `_own_gradient`
+    the same where it is cast   as autograd makes it until its first reader's, in its master's type from there
     the same under ZeRO-2       from there until its bucket is sent                                           `_scattered`
     a whole parameter, ZeRO-3   around its use, forward and backward                                          `_whole`
 
@@ -30,7 +31,7 @@ from autopar.costing.kept import KeptBytes, Run
 from autopar.costing.operators import TEMPORARIES, OperatorTable
 from autopar.costing.parameters import BUCKET_BYTES, ParameterChoice
 from autopar.costing.problem import Costed
-from autopar.graph import ITEM_BYTES, Operator
+from autopar.graph import ITEM_BYTES, Operator, Parameter
 from autopar.layout import SUMMED_GRADIENT, Shard
 from autopar.sharing import Reader
 
@@ -333,14 +334,15 @@ class _Timeline:
             at = self.choices[self.costed.nodes[parameter.value]]
             stored, copy, gradient, states = (float(part) for part in table.parts[:, at])
             choice, value = table.choices[at], self.graph.values[parameter.value]
-            used = float(self.costed.conversions.local_elements(value.shape, choice.use) * ITEM_BYTES[value.dtype])
+            elements = self.costed.conversions.local_elements(value.shape, choice.use)
+            used, whole = (float(elements * ITEM_BYTES[dtype]) for dtype in (value.dtype, parameter.master or value.dtype))
             self.throughout += stored + copy + states
             self._whole(parameter.value, choice, used)
             if gradient:
                 largest = max(largest, stored)
-                self._own_gradient(parameter.value, choice, used, gradient)
+                self._own_gradient(parameter, choice, used, whole, gradient)
                 if choice.zero in buckets and self._is_sent(choice):
-                    buckets[choice.zero] += used
+                    buckets[choice.zero] += whole
         self.throughout += sum(self.graph.values[buffer.value].num_bytes for buffer in self.graph.buffers)
         self._scattered()
         for num_bytes in buckets.values():
@@ -366,21 +368,28 @@ class _Timeline:
             again = [self.again(self.run_of[name]) for name in savers if name in self.run_of]
             self.alive(min([*slots, *again]), max(slots), used)
 
-    def _own_gradient(self, value: str, choice: ParameterChoice, used: float, resting: float) -> None:
-        """``used`` bytes while the gradient is whole, ``resting`` where it has been brought to its rest."""
-        flowing = [self.place[name] for name, index in self.graph.readers_of.get(value, ()) if self.flows(name, index)]
+    def _own_gradient(
+        self, parameter: Parameter, choice: ParameterChoice, used: float, whole: float, resting: float
+    ) -> None:
+        """``used`` bytes of a whole gradient as autograd makes it, ``whole`` in the type in which it is kept, ``resting``
+        where it has been brought to its rest."""
+        readers = self.graph.readers_of.get(parameter.value, ())
+        flowing = [self.place[name] for name, index in readers if self.flows(name, index)]
         if not flowing:
             return
         start, end, last = self.back(max(flowing)), self.back(min(flowing)), self.optimizer
+        if parameter.master:
+            self.alive(start, end, used)
+            start = end
         self.throughout += 0.0 if self.grows else resting
         new = resting if self.grows else 0.0
         if choice.zero <= 1:
-            self.alive(start, last if self.grows else end, used)
+            self.alive(start, last if self.grows else end, whole)
         elif choice.zero == 2:
-            self.scattered.append((end, start, used, new))
+            self.scattered.append((end, start, whole, new))
         else:
-            self.alive(start, end, used)
-            self.alive(end, end, (used if _is_stacked(choice) else 0.0) + resting - new)
+            self.alive(start, end, whole)
+            self.alive(end, end, (whole if _is_stacked(choice) else 0.0) + resting - new)
             self.alive(end, last, new)
 
     def _scattered(self) -> None:

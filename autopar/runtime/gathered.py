@@ -21,9 +21,10 @@ Whole = Callable[[Tensor], Tensor]  # shard -> whole, or gradient of the whole -
 class Use:
     """One use of a parameter: how to make it whole again, and the copy that backward is using now."""
 
-    def __init__(self, shard: Tensor, join: Whole) -> None:
+    def __init__(self, shard: Tensor, join: Whole, dtype: torch.dtype) -> None:
         self.shard = shard
         self.join = join
+        self.dtype = dtype
         self.num_saved = 0
         self.copy: Tensor | None = None
 
@@ -75,11 +76,13 @@ class Gathers:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, saved: Tensor) -> Tensor | Handle:
+        """A handle, or the tensor without its graph: a graph that holds itself is never freed where no backward frees it,
+        such as the part of one that is kept for W."""
         if not self._alive or type(saved) not in (Tensor, torch.nn.Parameter):
-            return saved
+            return saved.detach()
         entry = self._alive.get(saved.untyped_storage()._cdata)
-        if entry is None or entry[0].expired() or saved.dtype != entry[1].shard.dtype:
-            return saved
+        if entry is None or entry[0].expired() or saved.dtype != entry[1].dtype:
+            return saved.detach()
         entry[1].num_saved += 1
         return Handle(entry[1], tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
 
@@ -103,15 +106,20 @@ class _Gathered(torch.autograd.Function):
         return ctx.fold(gradient), None, None
 
 
-def gathered(shard: Tensor, join: Whole, fold: Whole, gathers: Gathers) -> Tensor:
-    """``join(shard)``, whose gradient is ``fold`` of the whole one's; the whole tensor is not kept for backward."""
+def gathered(
+    shard: Tensor, join: Whole, fold: Whole, gathers: Gathers, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``join(shard)``, whose gradient is ``fold`` of the whole one's; the whole tensor is not kept for backward.
+
+    ``dtype``: the type of the whole tensor, by default the shard's.
+    """
     # Autograd's handles are no business of a compiled graph.
-    whole: Tensor = torch.compiler.disable(_gather)(shard, join, fold, gathers)
+    whole: Tensor = torch.compiler.disable(_gather)(shard, join, fold, gathers, dtype or shard.dtype)
     return whole
 
 
-def _gather(shard: Tensor, join: Whole, fold: Whole, gathers: Gathers) -> Tensor:
-    use = Use(shard.detach(), join)
+def _gather(shard: Tensor, join: Whole, fold: Whole, gathers: Gathers, dtype: torch.dtype) -> Tensor:
+    use = Use(shard.detach(), join, dtype)
     whole: Tensor = _Gathered.apply(shard, use, fold)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled():
         gathers.add(whole, use)

@@ -4,7 +4,8 @@ ZeRO-2 gradients are reduce-scattered in every micro-batch, as soon as a bucket 
 All else happens once a step: ZeRO-1 gradients are reduce-scattered after the last backward; what is then still a sum of
 terms at rest (G axes) is collected in flat buckets and all-reduced, for replicated parameters while the last backward goes
 on; gradients of parameters that other pipeline ranks have, too, are summed with theirs at the end. All ranks run the same
-program, so buckets fill in the same order everywhere.
+program, so buckets fill in the same order everywhere. Of a parameter that is computed with in another type than it rests in,
+each micro-batch's gradient is brought to the type at rest, where it is added to those before, as soon as it is there.
 """
 
 from __future__ import annotations
@@ -79,14 +80,17 @@ class GradientReducer:
     def _watch(self, slot: ParameterSlot) -> None:
         if slot.zero == 2:
             slot.leaf.register_post_accumulate_grad_hook(lambda leaf: self._ready(slot))
-        elif slot.zero != 1 and slot.reduce_axes:
+            return
+        if slot.leaf.dtype != slot.dtype:
+            slot.leaf.register_post_accumulate_grad_hook(lambda leaf: slot.collect())
+        if slot.zero != 1 and slot.reduce_axes:
             slot.leaf.register_post_accumulate_grad_hook(lambda leaf: self._ready(slot) if self.is_last else None)
 
     @torch.no_grad()
     def settle(self) -> None:
         """After a backward that is not the last: reduce what is reduced in every micro-batch."""
         for slot in self._slots:
-            if slot.zero == 2 and slot.leaf.grad is not None:
+            if slot.zero == 2 and slot.arrived is not None:
                 self._ready(slot)
         self._end_scatters()
 
@@ -94,7 +98,7 @@ class GradientReducer:
     def finish(self) -> None:
         """After the last backward: reduce what is left over, and wait for everything."""
         for slot in self._slots:
-            if slot.leaf.grad is not None:
+            if slot.arrived is not None:
                 self._ready(slot)
         self._end_scatters()
         for slot, shard in self._shards.values():
@@ -148,14 +152,12 @@ class GradientReducer:
         self._sums, self._launched_sums = {}, []
         self._shards, self._tied = {}, {}
         for slot in self._slots:
-            slot.leaf.grad = None
+            slot.drop_arrived()
 
     @torch.no_grad()
     def _ready(self, slot: ParameterSlot) -> None:
-        """The gradient of this step is on the slot's leaf: bring it to the layout at rest and sum it."""
-        gradient = slot.leaf.grad
-        assert gradient is not None, "autograd calls the hook after it has set the gradient"
-        slot.leaf.grad = None
+        """The gradient of this step is there in the use layout: bring it to the layout at rest and sum it."""
+        gradient = slot.take_arrived()
         if slot.zero not in (1, 2):
             self._sum(slot, gradient)
         elif not slot.has_one_gather():

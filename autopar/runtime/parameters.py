@@ -7,6 +7,10 @@ checkpoints (:attr:`ParameterSlot.storage`), and is called to get the local tens
 * ``zero=1``, ``zero=2``: a working copy is gathered when the shards have changed; its gradient is reduce-scattered at the
   end of backward (1) or as soon as it is there (2).
 * ``zero=3``: gathered around each use, forward and backward (:mod:`autopar.runtime.gathered`).
+
+With ``compute=`` a type to compute in, what rests is the *master*: the working copy, which there then is under ``zero=0``
+too, is in that type, and so is what is gathered. Each micro-batch's gradient is brought to the master's type before it is
+added to others or sent.
 """
 
 from __future__ import annotations
@@ -107,15 +111,20 @@ class ParameterSlot(_Slot):
         zero: int = 0,
         aliases: Sequence[str] = (),
         trainable: bool = True,
+        compute: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh, name, shape, dtype, aliases)
+        self.is_cast = compute is not None
+        self.compute = compute or dtype
         self.use = parse_words(use, mesh, len(self.shape))
         self.rest = _rest(name, self.use, parse_words(store, mesh, len(self.shape)) if store is not None else self.use)
         if zero not in (0, 1, 2, 3) or (zero == 0 and self.rest != self.use):
             raise ProgramError(f"{name} rests in another layout than its use {use}: zero={zero} must say 1, 2 or 3 how")
         # Without a ZeRO axis there is nothing to gather, whatever the level.
         self.zero = zero if self.rest != self.use else 0
+        self.has_working_copy = self.zero in (1, 2) or (self.is_cast and self.zero == 0)
         self.trainable = trainable and (dtype.is_floating_point or dtype.is_complex)
+        self._sum: Tensor | None = None
         self.gathers = Gathers()
         self.twins: tuple[ParameterSlot, ...] = ()
         self._changes: tuple[Change, ...] = ()
@@ -136,8 +145,8 @@ class ParameterSlot(_Slot):
             local = torch.empty(local_shape(self.shape, self.rest, self.mesh), dtype=self.dtype, device=device)
             storage = nn.Parameter(self._wrapped(local), requires_grad=self.trainable)
         leaf = local
-        if self.zero in (1, 2):
-            leaf = torch.empty(local_shape(self.shape, self.use, self.mesh), dtype=self.dtype, device=device)
+        if self.has_working_copy:
+            leaf = torch.empty(local_shape(self.shape, self.use, self.mesh), dtype=self.compute, device=device)
         # Not as module attributes: a Parameter would be registered, and `.to()` of the stage would part it from its leaf.
         self.__dict__["_local"] = local
         self.__dict__["storage"] = storage
@@ -147,7 +156,8 @@ class ParameterSlot(_Slot):
 
     def _check_rests_as(self, other: ParameterSlot) -> None:
         rests = [tuple(word if word.kind == "S" else Word("R") for word in slot.rest) for slot in (self, other)]
-        if rests[0] != rests[1] or self.shape != other.shape or self.dtype != other.dtype:
+        types = [(slot.dtype, slot.compute) for slot in (self, other)]
+        if rests[0] != rests[1] or self.shape != other.shape or types[0] != types[1]:
             raise ProgramError(f"{self.name} rests otherwise in one stage than in another: its pieces must be the same")
 
     storage: nn.Parameter
@@ -174,24 +184,57 @@ class ParameterSlot(_Slot):
     def forward(self) -> Tensor:
         """The local tensor in the use layout."""
         if self.zero == 3:
-            return gathered(self.leaf, self.join, self.fold, self.gathers)
+            return gathered(self.leaf, self.join, self.fold, self.gathers, self.compute)
         return self.leaf
+
+    def narrowed(self, master: Tensor) -> Tensor:
+        """A copy of ``master`` in the type to compute in; ``master`` itself where that is its own."""
+        return master.to(self.compute, copy=True) if self.is_cast else master
 
     def join(self, shard: Tensor) -> Tensor:
         """From rest to use, without gradient."""
+        shard = self.narrowed(shard)
         for change in self._changes:
             shard = change.forward(shard)
         return shard
 
     def fold(self, gradient: Tensor) -> Tensor:
-        """The gradient in the use layout brought to the layout at rest; a sum of terms over :attr:`reduce_axes` still."""
+        """The gradient in the use layout brought to the layout and the type at rest; a sum of terms over
+        :attr:`reduce_axes` still."""
+        gradient = gradient.to(self.dtype)
         for change in reversed(self._changes):
             gradient = change.backward(gradient)
         return gradient
 
     @torch.no_grad()
+    def collect(self) -> None:
+        """Add what autograd has left on the leaf of a working copy to this step's gradient, in the master's type."""
+        gradient = self.leaf.grad
+        if self.leaf.dtype == self.dtype or gradient is None:
+            return
+        self.leaf.grad = None
+        self._sum = gradient.to(self.dtype) if self._sum is None else self._sum.add_(gradient)
+
+    @property
+    def arrived(self) -> Tensor | None:
+        """This step's gradient in the use layout, as far as it has not been taken."""
+        return self.leaf.grad if self._sum is None else self._sum
+
+    def take_arrived(self) -> Tensor:
+        """:attr:`arrived`, which is there, and is no more afterwards."""
+        self.collect()
+        found = self.arrived
+        assert found is not None, "a gradient is taken once it is there"
+        self.drop_arrived()
+        return found
+
+    def drop_arrived(self) -> None:
+        """Forget this step's gradient."""
+        self.leaf.grad = self._sum = None
+
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Gather the working copy of ZeRO-1 and 2 again, if the shards may have changed since.
+        """Make the working copy again, if the pieces at rest may have changed since.
 
         An optimizer may have changed them if there has been a gradient: foreach and fused optimizers leave the version of a
         DTensor as it is, so versions show other writes only. All ranks decide alike.
@@ -200,8 +243,8 @@ class ParameterSlot(_Slot):
             self.take_working_copy(self.join(self.local))
 
     def is_stale(self) -> bool:
-        """Whether there is a working copy and its shards may have changed since it was gathered."""
-        return self.zero in (1, 2) and (self._has_had_gradient or self._gathered_version != self._num_writes())
+        """Whether there is a working copy and what it was made from may have changed since."""
+        return self.has_working_copy and (self._has_had_gradient or self._gathered_version != self._num_writes())
 
     def take_working_copy(self, whole: Tensor) -> None:
         """Use ``whole``, gathered just now, until it is stale."""
@@ -323,9 +366,11 @@ def parameter(
     zero: int = 0,
     aliases: Sequence[str] = (),
     trainable: bool = True,
+    compute: torch.dtype | None = None,
 ) -> ParameterSlot:
-    """The slot of one parameter: ``name`` and ``aliases`` are the model's, ``use`` and ``store`` layouts in words."""
-    return ParameterSlot(mesh, name, shape, dtype, use, store, zero, aliases, trainable)
+    """The slot of one parameter: ``name`` and ``aliases`` are the model's, ``use`` and ``store`` layouts in words. It rests
+    and is updated in ``dtype``, and is used in ``compute`` where that is given."""
+    return ParameterSlot(mesh, name, shape, dtype, use, store, zero, aliases, trainable, compute)
 
 
 def buffer(

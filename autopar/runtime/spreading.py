@@ -40,7 +40,7 @@ class Spreader:
 
     def _broadcast(self, slot: Slot, whole: Tensor | None, source: int) -> None:
         if self._mesh.rank == source:
-            found = _given(whole, slot.name).detach().to(self._mesh.device).contiguous()
+            found = _given(whole, slot.name).detach().to(self._mesh.device, slot.dtype).contiguous()
         else:
             found = torch.empty(slot.shape, dtype=slot.dtype, device=self._mesh.device)
         if found.numel():
@@ -54,7 +54,7 @@ class Spreader:
             if target == source:
                 slot.local.copy_(share)
             elif share.numel():
-                dist.send(message(share.to(self._mesh.device).contiguous()), target)
+                dist.send(message(share.to(self._mesh.device, slot.dtype).contiguous()), target)
         elif self._mesh.rank == target and slot.local.numel():
             received = torch.empty_like(slot.local, memory_format=torch.contiguous_format)
             dist.recv(message(received), source)

@@ -1,6 +1,6 @@
 """The whole model as a chain of units, each of a kind that the short graph has.
 
-Enters: a graph. Leaves: its :class:`~autopar.search.pricing.Chain` and the short graph. Units end at cut points.
+Enters: a graph. Leaves: its :class:`~autopar.search.places.Chain` and the short graph. Units end at cut points.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.graph import OpGraph
-from autopar.search.pricing import Chain, Place
+from autopar.search.places import Chain, Place
 from autopar.search.shorten import Short, shortened
 from autopar.search.units import line_of
 from autopar.staging import cut_points

@@ -7,14 +7,11 @@ recomputation where its dual bound is best, which is where the solver of a stage
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.search.places import Place
 from autopar.solver.chain import Table
-
-if TYPE_CHECKING:
-    from autopar.search.pricing import Place
 
 
 def modes_of_run(

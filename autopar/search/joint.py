@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from autopar.batching import at_batch
@@ -40,7 +40,7 @@ from autopar.search.stretches import Stretches
 from autopar.staging import cut_points, stage_graphs
 from cost_models import CostModel
 
-DIVE = 8  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
+DIVE = 40  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
 DEEPER = 0.7  # what is priced already promises that much more, so that the search gets to a plan before it widens
 GROWTH = 1.12  # expected of the seconds of all micro-batches when there are twice as many
 ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
@@ -165,6 +165,10 @@ class JointSearch:
         waiting += aside
         if self.best is not None and self.best.frame.grid.num_ranks > 1 and self.options.parallelism.schedule is None:
             self._try_after(self.best.frame)
+        self._close([entry.frame for entry in waiting if entry.step == GRID])
+        for entry in waiting:
+            entry.seconds = max(entry.seconds, self._grid_bound(entry.frame))
+            self._looked_at[entry.frame] = (entry.seconds, max(entry.seconds, self._looked_at[entry.frame][1]))
         best = self.best
         bounds += [*(entry.seconds for entry in waiting), *(entry.seconds for entry in ready)]
         bound = min([*bounds, best.step_seconds if best else math.inf])
@@ -176,17 +180,19 @@ class JointSearch:
         return min(self.best_seconds, ready[0].estimate_seconds if ready else math.inf)
 
     def _try_after(self, frame: Frame) -> None:
-        """The best plan's grid and micro-batches with the schedules of which no good bound is known, those that promise most
-        first, until some are no better."""
+        """The best plan's grid and micro-batches with the schedules of which no good bound is known, until some are no better:
+        those with fewer stages first, of which more is known, and of these the ones that promise most."""
         promising = []
         with self.clock.phase("bound"):
             for number, other in enumerate(tried_after(frame, self.chain.num_units, self.options)):
                 bound = bound_of(other, self._of_ranks(other), True, self.best_seconds, self._hop_seconds(other))
-                promising.append((bound.estimate_seconds, number, other, bound.cuts))
+                promising.append((other.num_stages, bound.estimate_seconds, number, other, bound.cuts))
         worse = 0
-        for estimate, _, other, cuts in sorted(promising):
-            if cuts is None or estimate >= self.best_seconds or worse == MOST_WORSE:
+        for _, estimate, _, other, cuts in sorted(promising):
+            if worse == MOST_WORSE:
                 break
+            if cuts is None or estimate >= self.best_seconds:
+                continue
             before = self.best_seconds
             self._add(other, cuts, [self._best_style(other)])
             worse += self.best_seconds == before
@@ -255,10 +261,12 @@ class JointSearch:
 
     def _refine(self, entry: _Waiting, waiting: list[_Waiting], ready: list[_Ready]) -> None:
         """The next better bound of a frame."""
-        known = self._grid_bound(entry.frame)
-        if entry.step == GRID and known > entry.seconds:
-            heapq.heappush(waiting, self._entry(known, GRID, entry.frame))
-            return
+        if entry.step == GRID:
+            self._probe(entry.frame, self._least(ready) * (1 - self.options.gap))  # it is priced itself in the end
+            known = self._grid_bound(entry.frame)
+            if known > entry.seconds:
+                heapq.heappush(waiting, self._entry(known, GRID, entry.frame))
+                return
         self._num_bounded += 1
         within = entry.step == PRICED
         with self.clock.phase("bound"):
@@ -275,6 +283,33 @@ class JointSearch:
             heapq.heappush(ready, self._ready(seconds, entry.frame, bound, False))
         else:
             heapq.heappush(waiting, self._entry(seconds, PRICED, entry.frame))
+
+    def _close(self, frames_left: Sequence[Frame]) -> None:
+        """Raise the bounds of frames that there was no time to look at, the lowest first, by pricing alone."""
+        enough = self.best_seconds * (1 - self.options.gap)
+        lowest = [(self._grid_bound(frame), number, frame) for number, frame in enumerate(frames_left)]
+        heapq.heapify(lowest)
+        most = len(self._stretches) + self.options.max_pricings
+        with self.clock.phase("bound"):
+            while lowest and len(self._stretches) < most and not self._out_of_time():
+                bound, number, frame = heapq.heappop(lowest)
+                known = self._grid_bound(frame)
+                if known == bound and (bound >= enough or not self._probe(frame, enough)):
+                    return
+                heapq.heappush(lowest, (self._grid_bound(frame), number, frame))
+
+    def _probe(self, frame: Frame, enough: float) -> bool:
+        """Price the middle one of the frame's number of micro-batches and the larger ones that are not known to be worse than
+        what is at hand: where it turns out to be, so are all above it. Returns whether any was left to price."""
+        if math.isinf(enough):
+            return False
+        priced = {count for count, _ in self._each[frame.grid]}
+        counts = [count for count in self._counts_of(frame.grid) if count >= frame.num_micro_batches]
+        like = [replace(frame, num_micro_batches=count) for count in counts if count not in priced]
+        left = [other.num_micro_batches for other in like if self._grid_bound(other) < enough]
+        if left:
+            self._note_each(frame.grid, left[len(left) // 2])
+        return bool(left)
 
     def least_bytes(self) -> float:
         """A lower bound of the bytes that any plan needs on its fullest device; infinite where nothing is allowed at all."""

@@ -16,34 +16,11 @@ from numpy.typing import NDArray
 from autopar.costing import Costed
 from autopar.costing.conversions import FloatArray
 from autopar.search.decoding import modes_of_run
+from autopar.search.places import Chain
 from autopar.search.units import momentary_bytes, units_of
 from autopar.solver.chain import ROUNDING, Elimination, Table
 
 Weights = NDArray[np.floating[Any]]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A unit of the whole model: its kind, and the block that it is a part of (None: of no repeated block)."""
-
-    kind: int
-    block: str | None
-    opens: bool  # first unit of its block
-    closes: bool  # last unit of its block
-
-
-@dataclass(frozen=True)
-class Chain:
-    """The whole model as units. ``starts`` are the first operators of all units but the first in the whole graph;
-    ``short_starts`` those of the short graph's units, which are numbered by ``Place.kind``."""
-
-    places: tuple[Place, ...]
-    starts: tuple[str, ...]
-    short_starts: tuple[str, ...]
-
-    @property
-    def num_units(self) -> int:
-        return len(self.places)
 
 
 @dataclass(eq=False)

@@ -29,6 +29,7 @@ class _Model:
     updates: frozenset[str]
     results: frozenset[str]
     nests: Mapping[str, tuple[str, ...]]
+    masters: Mapping[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def find_blocks(lowered: Lowered) -> tuple[tuple[str, ...], tuple[BlockGroup, ..
         updates=frozenset(buffer.updated for buffer in lowered.buffers if buffer.updated),
         results=frozenset(output.value for output in lowered.outputs) | frozenset([lowered.loss or ""]),
         nests=lowered.nests,
+        masters={parameter.value: parameter.master for parameter in lowered.parameters},
     )
     order, groups = _search(model, list(lowered.operators), lowered.operators, 0)
     position = {operator.id: index for index, operator in enumerate(order)}
@@ -208,7 +210,8 @@ def _alike(model: _Model, before: _Candidate | None, a: _Candidate, b: _Candidat
 
     def same_kind(x: str, y: str) -> bool:
         p, q = values[x], values[y]
-        return (p.shape, p.dtype, p.requires_grad) == (q.shape, q.dtype, q.requires_grad)
+        masters = model.masters.get(x), model.masters.get(y)
+        return (p.shape, p.dtype, p.requires_grad, masters[0]) == (q.shape, q.dtype, q.requires_grad, masters[1])
 
     def same_source(x: str, y: str) -> bool:
         if y in b.places:

@@ -13,7 +13,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.errors import AutoparError, InputError, TraceError
+from autopar.options import Precision
 from autopar.tracing.examples import Example, named_leaves
 from autopar.tracing.own_gradients import no_own_gradients
 from autopar.tracing.source import line_of_error, without_wrapper
@@ -38,12 +39,13 @@ _ON_VALUES = re.compile(
 
 @dataclass(frozen=True)
 class State:
-    """A parameter or buffer with all of its names in the model."""
+    """A parameter or buffer with all of its names in the model; ``dtype`` is the model's own, whatever it is traced in."""
 
     names: tuple[str, ...]
     stand_in: torch.Tensor
     is_parameter: bool
     persistent: bool
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -75,33 +77,80 @@ class _Outcome:
 class _Wrapped(nn.Module):
     """The model and its loss as a function from flat tensors to flat tensors."""
 
-    def __init__(self, model: nn.Module, example: Example, loss_fn: LossFunction | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        loss_fn: LossFunction | None,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.model = model
+        self._device = device
         self.training = model.training
         self._example, self._loss_fn, self._outcome = example, loss_fn, _Outcome()
+        self._precision = precision
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = self._example.rebuild(tensors)
         args, kwargs = self._example.call(given)
-        output = self.model(*args, **kwargs)
+        if self._precision.compute is not None:
+            args, kwargs = pytree.tree_map(self._computed, (args, kwargs))
+        with self._autocast():
+            return self._results(self.model(*args, **kwargs), given)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._precision.autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, _typed(self._precision.autocast))
+
+    def _results(self, output: Any, given: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors of the output, and the loss."""
         found = list(named_leaves(output))
         returned = [leaf for _, leaf in found if isinstance(leaf, torch.Tensor)]
         outcome = self._outcome
         _, outcome.structure = pytree.tree_flatten(output)
         outcome.paths = tuple(path for path, leaf in found if isinstance(leaf, torch.Tensor))
         outcome.leaves = tuple(... if isinstance(leaf, torch.Tensor) else leaf for _, leaf in found)
-        loss = find_loss(output, returned) if self._loss_fn is None else self._loss_fn(output, given)
+        if self._loss_fn is None:
+            loss = find_loss(output, returned)
+        else:
+            wide = output if self._precision.compute is None else pytree.tree_map(self._widened, output)
+            loss = self._loss_fn(wide, given)
         if loss is not None or self._loss_fn is not None:
             who = "loss_fn(outputs, inputs)" if self._loss_fn else f"{type(self.model).__name__}, for its loss,"
+            checked = self._widened(_checked_loss(loss, who))
+            returned = [checked if leaf is loss else leaf for leaf in returned]
             outcome.loss_index = len(returned)
-            returned.append(_checked_loss(loss, who))
+            returned.append(checked)
         if not returned:
             raise TraceError(
                 f"{type(self.model).__name__} returns {type(output).__name__} without a tensor that autopar can find: "
                 "return a tensor, or a tuple or dict of tensors"
             )
         return tuple(returned)
+
+    def _computed(self, leaf: Any) -> Any:
+        """An input as the policy computes with it."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(_typed(self._precision.computed(_name_of(leaf.dtype))))
+
+    def _widened(self, leaf: Any) -> Any:
+        """A result of the policy's as losses are computed and added up: in float32 at least, as in Megatron-LM."""
+        narrow = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+        return leaf.float() if narrow and self._precision.compute is not None else leaf
+
+
+def _typed(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype), f"{name} is no dtype"
+    return found
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _checked_loss(loss: Any, who: str) -> torch.Tensor:
@@ -126,9 +175,14 @@ def find_loss(output: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor | No
 
 
 def capture(
-    model: nn.Module, example: Example, shapes: Sequence[Sequence[int]], loss_fn: LossFunction | None, cuts: Cuts
+    model: nn.Module,
+    example: Example,
+    shapes: Sequence[Sequence[int]],
+    loss_fn: LossFunction | None,
+    cuts: Cuts,
+    precision: Precision,
 ) -> Capture:
-    """Export the model with its tensor inputs in the given shapes.
+    """Export the model with its tensor inputs in the given shapes, in the types of ``precision``.
 
     ``cuts`` keeps only some children of long containers (by path): a cheap second trace of a deep model. Paths in
     the result are those of the whole model. Raises :class:`TraceError` where the model cannot be exported.
@@ -139,7 +193,7 @@ def capture(
         stack.enter_context(_quiet_config(model))
         stack.enter_context(no_own_gradients(model))
         model, rename = stack.enter_context(_cut(model, cuts))
-        states = stack.enter_context(_stand_ins(model, fake_mode, device, rename))
+        states = stack.enter_context(_stand_ins(model, fake_mode, device, rename, precision))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
         with fake_mode:
@@ -147,13 +201,13 @@ def capture(
                 torch.empty(tuple(shape), dtype=leaf.value.dtype, device=device)
                 for shape, leaf in zip(shapes, example.tensors, strict=True)
             )
-        wrapped = _Wrapped(model, example, loss_fn)
+        wrapped = _Wrapped(model, example, loss_fn, precision, device)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
         try:
             program = torch.export.export(wrapped, tensors, strict=False)
         except Exception as error:
-            raise _explain(model, error) from error
+            raise _explain(model, error, precision) from error
     outcome = wrapped._outcome
     placeholders = {}
     for spec in program.graph_signature.input_specs:
@@ -200,9 +254,18 @@ def _quiet_config(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _stand_ins(
-    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, rename: Callable[[str], str]
+    model: nn.Module,
+    fake_mode: FakeTensorMode,
+    device: torch.device,
+    rename: Callable[[str], str],
+    precision: Precision,
 ) -> Iterator[list[State]]:
-    """Replace parameters and buffers by fake tensors, one for each distinct tensor, and put the originals back."""
+    """Replace parameters and buffers by fake tensors, one for each distinct tensor, and put the originals back.
+
+    A buffer that is no part of the state dict keeps its type: it is a table that the model's code computes (rotary
+    frequencies), and such code says itself where it goes on in lower precision.
+    """
+    dtypes: dict[int, str] = {}
     fakes: dict[int, torch.Tensor] = {}
     names: dict[int, list[str]] = {}
     persistent: dict[int, bool] = {}
@@ -217,9 +280,11 @@ def _stand_ins(
                 saved.append((table, dict(table)))
                 for key, value in originals.items():
                     if id(value) not in fakes:
-                        fake = _stand_in(value, fake_mode, device)
+                        lasts = key not in module._non_persistent_buffers_set
+                        own = _name_of(value.dtype)
+                        fake = _stand_in(value, precision.computed(own) if lasts else own, fake_mode, device)
                         fakes[id(value)] = fakes[id(fake)] = fake
-                        persistent[id(fake)] = key not in module._non_persistent_buffers_set
+                        persistent[id(fake)], dtypes[id(fake)] = lasts, own
                     table[key] = fakes[id(value)]
             if isinstance(module, nn.RNNBase):
                 flat_weights.append((module, module._flat_weights))
@@ -230,7 +295,7 @@ def _stand_ins(
                         names.setdefault(id(value), []).append(rename(f"{path}.{key}" if path else key))
         distinct = {id(fake): fake for fake in fakes.values()}
         yield [
-            State(tuple(names[key]), fake, isinstance(fake, nn.Parameter), persistent[key])
+            State(tuple(names[key]), fake, isinstance(fake, nn.Parameter), persistent[key], dtypes[key])
             for key, fake in distinct.items()
         ]
     finally:
@@ -240,10 +305,10 @@ def _stand_ins(
             table.update(originals)
 
 
-def _stand_in(tensor: torch.Tensor, fake_mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+def _stand_in(tensor: torch.Tensor, dtype: str, fake_mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
     """Without data; contiguous, as the program's own tensor is."""
     with fake_mode:
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        fake = torch.empty(tensor.shape, dtype=_typed(dtype), device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
@@ -281,7 +346,7 @@ def _cut(model: nn.Module, cuts: Cuts) -> Iterator[tuple[nn.Module, Callable[[st
             table[key] = child
 
 
-def _explain(model: nn.Module, error: Exception) -> AutoparError:
+def _explain(model: nn.Module, error: Exception, precision: Precision) -> AutoparError:
     """The error for the user: what failed, at which of their lines, and what to do."""
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -300,6 +365,12 @@ def _explain(model: nn.Module, error: Exception) -> AutoparError:
             f"{name} cannot be traced: at {where} a shape or a branch depends on the values of a tensor "
             f"({type(error).__name__}: {first_line}); write it with operators of fixed shape (torch.where, masks, "
             "top-k with a fixed k), or hand the decision in as a fixed input that is no tensor"
+        )
+    if precision.compute is not None and ("dtype" in text or "scalar type" in text):
+        return TraceError(
+            f"{name} cannot be computed in {precision.compute}: at {where} tensors of different types meet "
+            f"({type(error).__name__}: {first_line}); cast one to the type of the other there (x.to(weight.dtype)), or "
+            "plan with precision='model'"
         )
     return TraceError(
         f"{name} cannot be traced: its forward fails at {where} on tensors without data: {type(error).__name__}: "

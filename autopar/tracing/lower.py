@@ -1,9 +1,9 @@
 """The exported fx graph, node by node, as operators and values.
 
 Enters: a :class:`~autopar.tracing.capture.Capture`. Leaves: a :class:`Lowered`. Assertions and identities are dropped,
-regions without gradient or autocast are written into their surroundings, in-place operators become functional ones
-(``places``), training batch norm gets its new statistics as outputs, and each operator gets an id that depends only on
-the module it is in and on what came before it there.
+regions without gradient or under autocast are written into their surroundings, with the casts of the latter (``autocast``),
+in-place operators become functional ones (``places``), training batch norm gets its new statistics as outputs, and each
+operator gets an id that depends only on the module it is in and on what came before it there.
 
 Whether an output needs a gradient is asked of torch itself: the operator is run once per kind on tensors without data.
 """
@@ -33,6 +33,8 @@ from autopar.graph import (
     ValueKind,
     refs,
 )
+from autopar.options import Precision
+from autopar.tracing.autocast import Autocast, Casting
 from autopar.tracing.capture import Capture
 from autopar.tracing.lowered import Lowered, drop_dead
 from autopar.tracing.places import Place, View, read, write
@@ -50,6 +52,7 @@ from autopar.tracing.targets import (
     functional_form,
     is_idle_dropout,
     resolve_target,
+    types_that_do_not_meet,
 )
 
 _Env = dict[torch.fx.Node, Any]
@@ -57,9 +60,9 @@ _Env = dict[torch.fx.Node, Any]
 MAX_CONSTANT_NUMBERS = 4096
 
 
-def lower(capture: Capture, input_paths: list[str]) -> Lowered:
+def lower(capture: Capture, input_paths: list[str], precision: Precision) -> Lowered:
     """Turn a captured program into operators and values; dead operators are left out."""
-    lowering = _Lowering(capture, input_paths)
+    lowering = _Lowering(capture, input_paths, precision)
     lowering.run()
     return lowering.lowered
 
@@ -67,17 +70,20 @@ def lower(capture: Capture, input_paths: list[str]) -> Lowered:
 class _Lowering:
     """One pass over the fx graph. State: the places of the program so far, and the values that they have held."""
 
-    def __init__(self, capture: Capture, input_paths: list[str]) -> None:
+    def __init__(self, capture: Capture, input_paths: list[str], precision: Precision) -> None:
         self.capture = capture
+        self.precision = precision
         self.lowered = Lowered()
         self.input_paths = iter(input_paths)
         self.fakes: dict[str, Any] = {}
         self.grad_enabled = True
+        self.autocast: Autocast | None = None
         self.node: torch.fx.Node | None = None
         self._counters: Counter[tuple[str, str]] = Counter()
         self._constants: dict[Any, str] = {}
         self._detached: dict[str, str] = {}
         self._gradients: dict[Any, tuple[bool, ...]] = {}
+        self._casting = Casting(self)
         self._state_places: dict[str, Place] = {}
 
     def run(self) -> None:
@@ -100,7 +106,8 @@ class _Lowering:
             trainable = bool(fake.requires_grad)
             self._add_value(name, fake, "parameter" if state.is_parameter else "buffer", trainable)
             if state.is_parameter:
-                self.lowered.parameters.append(Parameter(name, state.names, trainable))
+                master = self.precision.master(state.dtype) if trainable else None
+                self.lowered.parameters.append(Parameter(name, state.names, trainable, master))
             else:
                 self.lowered.buffers.append(Buffer(name, state.names, state.persistent))
             place = Place(name, _memory(fake))
@@ -115,7 +122,7 @@ class _Lowering:
         if kind == "CONSTANT_TENSOR":
             return self._constant(self.capture.constants[target], _memory(node.meta["val"]))
         if kind != "USER_INPUT":
-            self._fail(f"uses {target or node.name}, a {kind.lower().replace('_', ' ')}, which autopar cannot trace")
+            self.fail(f"uses {target or node.name}, a {kind.lower().replace('_', ' ')}, which autopar cannot trace")
         path = next(self.input_paths)
         value = path if path not in self.lowered.values else f"input.{path}"
         self._add_value(value, node.meta["val"], "input", False)
@@ -125,7 +132,7 @@ class _Lowering:
     def _constant(self, tensor: torch.Tensor, memory: int) -> Place:
         """A tensor written in the model's code; equal small ones are one constant, so that repeated blocks are alike."""
         if tensor.is_meta or not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)):
-            self._fail(f"uses a tensor attribute of shape {list(tensor.shape)} without data; register it as a buffer")
+            self.fail(f"uses a tensor attribute of shape {list(tensor.shape)} without data; register it as a buffer")
         numbers = tuple(tensor.flatten().tolist()) if tensor.numel() <= MAX_CONSTANT_NUMBERS else ()
         key = (tensor.dtype, tuple(tensor.shape), repr(numbers) if numbers else id(tensor))
         if key not in self._constants:
@@ -143,7 +150,7 @@ class _Lowering:
                 self.lowered.buffers[index] = replace(buffer, updated=value)
         for parameter in self.lowered.parameters:
             if self._state_places[parameter.value].value != parameter.value:
-                self._fail(f"writes into the parameter {parameter.name} in its forward; make it a buffer")
+                self.fail(f"writes into the parameter {parameter.name} in its forward; make it a buffer")
 
     # -- the walk ------------------------------------------------------------------------------------------------
 
@@ -178,14 +185,14 @@ class _Lowering:
         if isinstance(target, HigherOrderOperator):
             return self._region(node, target, env)
         if not isinstance(target, OpOverload):
-            self._fail(f"computes with {target} on a size that depends on the values of a tensor")
+            self.fail(f"computes with {target} on a size that depends on the values of a tensor")
         name = target._schema.name.split("::")[1]
         if name in ASSERTIONS:
             return None
         if name in SHAPED_BY_STRIDES:
-            self._fail(f"uses {name}, which depends on how a tensor lies in memory; use unfold, slices or a transpose")
+            self.fail(f"uses {name}, which depends on how a tensor lies in memory; use unfold, slices or a transpose")
         if name in SHAPED_BY_VALUES:
-            self._fail(f"uses {name}, so that a shape or number depends on the values of a tensor")
+            self.fail(f"uses {name}, so that a shape or number depends on the values of a tensor")
         if target._schema.is_mutable:
             return self._write_in_place(node, target, env)
         same = self._identity(node, name, env)
@@ -196,11 +203,11 @@ class _Lowering:
         if name == "batch_norm" and argument_of(node, target, "training") and argument_of(node, target, "running_mean"):
             return self._batch_norm(node, target, env)
         if name == "instance_norm" and argument_of(node, target, "running_mean") is not None:
-            self._fail("keeps running statistics in instance norm; use track_running_stats=False")
+            self.fail("keeps running statistics in instance norm; use track_running_stats=False")
         return self._plain(node, target, env)
 
     def _region(self, node: torch.fx.Node, target: HigherOrderOperator, env: _Env) -> Any:
-        """The body of a region without gradient, or of a disabled autocast, as if it stood here."""
+        """The body of a region without gradient, or under autocast, as if it stood here."""
         if _region_name(target) == "wrap_with_set_grad_enabled":
             enabled, body, *arguments = node.args
             before, self.grad_enabled = self.grad_enabled, bool(enabled)
@@ -208,12 +215,15 @@ class _Lowering:
             self.grad_enabled = before
             return tuple(results)
         if _region_name(target) == "wrap_with_autocast":
-            device_type, _, enabled, _, body, *arguments = node.args
-            if enabled and device_type == self._device_type():
-                self.node = next((n for n in env[body].graph.nodes if n.op == "call_function"), node)  # type: ignore[index]
-                self._fail("opens torch.autocast inside its forward; cast explicitly, or plan with a precision option")
-            return tuple(self._run_graph(env[body], [env[item] for item in arguments]))  # type: ignore[index]
-        self._fail(f"uses the higher-order operator {_region_name(target)}, which autopar cannot plan")
+            device_type, dtype, enabled, _, body, *arguments = node.args
+            before_region = self.autocast
+            if device_type == self._device_type():
+                assert isinstance(dtype, torch.dtype), "autocast has a type"
+                self.autocast = Autocast(self._device_type(), dtype) if enabled else None
+            results = self._run_graph(env[body], [env[item] for item in arguments])  # type: ignore[index]
+            self.autocast = before_region
+            return tuple(results)
+        self.fail(f"uses the higher-order operator {_region_name(target)}, which autopar cannot plan")
 
     def _identity(self, node: torch.fx.Node, name: str, env: _Env) -> Any:
         """The place of an operator that only hands on its first argument, or None if it does more."""
@@ -260,6 +270,8 @@ class _Lowering:
         """An operator's name and arguments. A tensor that only lends its shape is none of them, the shape is: no gradient
         reaches that tensor, and its layout does not matter."""
         args, kwargs = self._arguments(node, env)
+        if self.autocast is not None:
+            args, kwargs = self._casting.applied(target, args, kwargs, self.autocast)
         with_shape = SHAPED_LIKE.get(str(target))
         if with_shape is None:
             return str(target), args, kwargs
@@ -303,7 +315,7 @@ class _Lowering:
         name = schema.name.split("::")[1]
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if len(written) != 1 or written[0] != schema.arguments[0].name or name in CHANGE_SHAPE_IN_PLACE:
-            self._fail(f"uses {target}, an in-place or out= form that autopar cannot express; use the plain form")
+            self.fail(f"uses {target}, an in-place or out= form that autopar cannot express; use the plain form")
         place = env[node.args[0]]  # type: ignore[index]
         if name == "detach_":
             if self._wants_gradient(place):
@@ -312,7 +324,7 @@ class _Lowering:
         if name[:-1] in DROPOUTS and is_idle_dropout(node):
             return place
         if not self.grad_enabled and self.lowered.values[read(place, self.emit)].requires_grad:
-            self._fail(f"writes in place ({target}) without gradient into a tensor that has one; compute a new tensor")
+            self.fail(f"writes in place ({target}) without gradient into a tensor that has one; compute a new tensor")
         args, kwargs = self._arguments(node, env)
         before = self.fakes[args[0].value]
         value = args[1].value if name == "copy_" else self._functional(target, args, kwargs)
@@ -328,19 +340,19 @@ class _Lowering:
             return args[1].value if isinstance(args[1], Ref) else self.emit("aten.full_like.default", args, {})[0]
         functional = functional_form(target)
         if functional is None:
-            self._fail(f"uses {target}, which has no form that leaves its input alone; compute a new tensor instead")
+            self.fail(f"uses {target}, which has no form that leaves its input alone; compute a new tensor instead")
         return self.emit(functional, args, kwargs)[0]
 
     def _write(self, place: Place, value: str) -> None:
         try:
             write(place, value, self.emit, lambda key: self.lowered.values[key].shape)
         except TraceError as error:
-            self._fail(str(error))
+            self.fail(str(error))
 
     def emit(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """Record an operator that the program does not have as such; its outputs are found by running it on fakes."""
         with self.capture.fake_mode, torch.no_grad():
-            result = resolve_target(target)(*self._to_torch(args), **self._to_torch(kwargs))
+            result = resolve_target(target)(*self.to_torch(args), **self.to_torch(kwargs))
         several = isinstance(result, (tuple, list))
         outputs = list(result) if several else [result]
         ids = self._record(target, args, kwargs, outputs, several)
@@ -352,6 +364,9 @@ class _Lowering:
         return ids
 
     def _record(self, target: str, args: Any, kwargs: dict[str, Any], outputs: list[Any], several: bool) -> list[str]:
+        mixed = types_that_do_not_meet(target, [self.fakes[ref.value] for ref in refs((args, tuple(kwargs.values())))])
+        if mixed:
+            self.fail(f"gives {target} tensors of types {' and '.join(mixed)}, which it refuses; cast one to the other's type")
         path, module_class, nest = self._module()
         name = target.split(".")[1].strip("_")
         count = self._counters[path, name]
@@ -370,7 +385,7 @@ class _Lowering:
 
     def _add_value(self, value: str, fake: torch.Tensor, kind: ValueKind, requires_grad: bool) -> None:
         if not all(type(size) is int for size in fake.shape):
-            self._fail(f"makes a tensor whose shape {list(fake.shape)} depends on the values of another")
+            self.fail(f"makes a tensor whose shape {list(fake.shape)} depends on the values of another")
         dtype = str(fake.dtype).removeprefix("torch.")
         self.lowered.values[value] = Value(value, tuple(fake.shape), dtype, requires_grad, kind, value)
         self.fakes[value] = fake
@@ -390,7 +405,7 @@ class _Lowering:
         if isinstance(item, torch.fx.Node):
             found = env[item]
             if not isinstance(found, Place):
-                self._fail(f"passes {item} on as a number, which depends on the values of a tensor")
+                self.fail(f"passes {item} on as a number, which depends on the values of a tensor")
             return Ref(self._resolve(found))
         if isinstance(item, (tuple, list)):
             return tuple(self._argument(part, env) for part in item)
@@ -400,7 +415,7 @@ class _Lowering:
             return DeviceArgument()
         if item is None or isinstance(item, (bool, int, float, str, complex)):
             return item
-        self._fail(f"calls an operator with {item!r}, which autopar cannot write down")
+        self.fail(f"calls an operator with {item!r}, which autopar cannot write down")
 
     def _resolve(self, place: Place) -> str:
         """The value to read; without gradient enabled, a detached one."""
@@ -411,7 +426,7 @@ class _Lowering:
             self._detached[value] = self.emit("aten.detach.default", (Ref(value),), {})[0]
         return self._detached[value]
 
-    def _to_torch(self, tree: Any, gradient: bool = False) -> Any:
+    def to_torch(self, tree: Any, gradient: bool = False) -> Any:
         if isinstance(tree, Ref):
             fake = self.fakes[tree.value].detach()
             return fake.requires_grad_() if gradient and self.lowered.values[tree.value].requires_grad else fake
@@ -420,9 +435,9 @@ class _Lowering:
         if isinstance(tree, DeviceArgument):
             return torch.device(self._device_type())
         if isinstance(tree, dict):
-            return {key: self._to_torch(item, gradient) for key, item in tree.items()}
+            return {key: self.to_torch(item, gradient) for key, item in tree.items()}
         if isinstance(tree, tuple):
-            return tuple(self._to_torch(item, gradient) for item in tree)
+            return tuple(self.to_torch(item, gradient) for item in tree)
         return tree
 
     def _need_gradient(self, target: str, args: Any, kwargs: dict[str, Any], outputs: list[Any]) -> tuple[bool, ...]:
@@ -440,7 +455,7 @@ class _Lowering:
     ) -> tuple[bool, ...]:
         try:
             with self.capture.fake_mode, torch.enable_grad():
-                result = resolve_target(target)(*self._to_torch(args, True), **self._to_torch(kwargs, True))
+                result = resolve_target(target)(*self.to_torch(args, True), **self.to_torch(kwargs, True))
         except Exception:  # an operator that does not run on tensors without data twice: torch's usual rule
             return floats
         found = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -461,7 +476,7 @@ class _Lowering:
     def _line(self) -> str:
         return line_of_trace((self.node.stack_trace if self.node is not None else None) or "")
 
-    def _fail(self, what: str) -> NoReturn:
+    def fail(self, what: str) -> NoReturn:
         where = self._line() or "some point"
         raise TraceError(f"the model cannot be traced: at {where} it {what}")
 

@@ -48,8 +48,11 @@ def line_of_stack() -> str:
 
 @lru_cache(maxsize=4096)
 def line_of_trace(stack_trace: str) -> str:
-    """The innermost line of the user's code in the text of a stack trace, else its innermost line, else nothing."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
+    """The innermost line of the user's code in the text of a stack trace, else its innermost line, else nothing.
+
+    Lines of this package are nobody's: they would make a graph another one with every version.
+    """
+    lines = [line for line in re.findall(r'File "([^"]+)", line (\d+)', stack_trace) if not line[0].startswith(_HERE)]
     own = [line for line in lines if is_user_file(line[0])] or lines
     return short_source(own[-1][0], int(own[-1][1])) if own else ""
 

@@ -5,6 +5,7 @@ Enters: operators and nodes of torch's training IR. Leaves: names, overloads, ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,25 @@ _FUNCTIONAL_NAMES = {
     "__ior__": "bitwise_or", "__ixor__": "bitwise_xor", "__ilshift__": "bitwise_left_shift",
     "__irshift__": "bitwise_right_shift",
 }  # fmt: skip
+
+
+_PRODUCTS = frozenset(
+    "linear addmm mm bmm baddbmm matmul mv dot conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d "
+    "conv_transpose3d".split()
+)
+_NORMS = frozenset("layer_norm group_norm".split())
+
+
+def types_that_do_not_meet(target: str, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """Floating-point types of an operator's tensors that only tensors without data let it mix; empty where it may."""
+    name = target.split(".")[1]
+    types = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    if not (name in _PRODUCTS or name in _NORMS) or len(set(types)) < 2:
+        return ()
+    narrow = types[0] in (torch.bfloat16, torch.float16)
+    if name in _NORMS and narrow and set(types[1:]) == {torch.float32}:
+        return ()
+    return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in types))
 
 
 def functional_form(target: OpOverload) -> str | None:

@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autopar.graph import Input, OpGraph, Value
+from autopar.options import Precision
 from autopar.tracing.batch import mark_batch
 from autopar.tracing.blocks import find_blocks
 from autopar.tracing.capture import Capture, Cuts, LossFunction, capture
@@ -62,6 +63,7 @@ def trace(
     *,
     batch_dims: Mapping[str, int | None] | None = None,
     loss_fn: LossFunction | None = None,
+    precision: Precision | None = None,
 ) -> Traced:
     """Trace a model's forward, and its loss, into a graph of ATen operators.
 
@@ -70,17 +72,20 @@ def trace(
     ``batch_dims``: the batch dim of an input by its path, None for no batch; by default dim 0 of each tensor.
     ``loss_fn(outputs, inputs)``: the loss as a scalar, from the model's output and the inputs in the form given (a dict
     or tuple may then hold targets that forward does not take). By default the output's ``loss``, or a scalar output.
+    ``precision``: the types that the forward computes in, by default the model's own. Floating-point inputs of the forward
+    are then cast in the graph, and ``loss_fn`` gets the inputs as they are and outputs in float32 at least.
 
     Raises :class:`~autopar.errors.InputError` for inputs that do not fit, :class:`~autopar.errors.TraceError` for a
     forward that depends on values. The model is the same object afterwards, with the same parameters.
     """
     example = read_example(model, example_inputs, for_loss=loss_fn is not None)
     dims, batch_size, warnings = choose_batch_dims(example, batch_dims)
+    policy = precision or Precision()
 
     def run(batch: int, cuts: Cuts) -> tuple[Capture, Lowered]:
         shapes = [_resized(leaf.value.shape, dims[leaf.path], batch) for leaf in example.tensors]
-        captured = capture(model, example, shapes, loss_fn, cuts)
-        return captured, lower(captured, [leaf.path for leaf in example.tensors])
+        captured = capture(model, example, shapes, loss_fn, cuts, policy)
+        return captured, lower(captured, [leaf.path for leaf in example.tensors], policy)
 
     with _without_collection():
         captured, lowered = run(batch_size, {})

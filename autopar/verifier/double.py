@@ -38,6 +38,10 @@ def in_double(graph: OpGraph) -> OpGraph:
             name: replace(value, dtype=_WIDER.get(value.dtype, value.dtype)) for name, value in graph.values.items()
         },
         operators=tuple(replace(op, args=wide(op.args), kwargs=wide(op.kwargs)) for op in graph.operators),
+        parameters=tuple(
+            replace(entry, master=_WIDER.get(entry.master, entry.master)) if entry.master else entry
+            for entry in graph.parameters
+        ),
         _cache={},
     )
 

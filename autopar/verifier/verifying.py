@@ -52,7 +52,8 @@ def verify(
     ``example_inputs``, ``batch_dims``, ``loss_fn``: as given to :func:`autopar.plan`; the inputs must have values.
     The ranks are threads of this process, or with ``processes`` processes of their own over gloo. A model on meta is
     given random values from ``seed``. ``count_collectives`` also compares what the first rank (of each pipeline rank)
-    sends, kind by kind and byte by byte, with what the plan says. The model is left as it is.
+    sends, kind by kind and byte by byte, with what the plan says. The model is left as it is. Under a precision policy the
+    program that runs has the policy's masters, working copies and casts, all of them in float64.
 
     Errors are relative: to the largest gradient of the model, to the loss, to the largest value of an output or
     buffer (all within ``tolerance``), and for a parameter after a step of AdamW to the larger of itself and
@@ -63,7 +64,7 @@ def verify(
     and what the program itself raises. Inequality is no error: see :meth:`Verification.require`.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    traced = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn)
+    traced = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=plan.precision)
     _check(traced, plan)
     graph = in_double(traced.graph)
     plan = replace(plan, graph_fingerprint=graph.fingerprint)

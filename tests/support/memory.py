@@ -28,7 +28,7 @@ from autopar.costing.operators import Role
 from autopar.costing.setting import Setting
 from autopar.fitting import candidate_of
 from autopar.mesh import Mesh
-from autopar.options import Parallelism, PlanOptions
+from autopar.options import PRECISIONS, Parallelism, PlanOptions
 from autopar.plans import Plan
 from autopar.runtime import Engine, load_program
 from autopar.solver import solve
@@ -52,6 +52,7 @@ class Case:
     num_micro_batches: int = 1
     recompute: str = "none"
     zero: int = 0
+    precision: str = "model"
 
     @property
     def num_stages(self) -> int:
@@ -61,7 +62,8 @@ class Case:
     def __str__(self) -> str:
         way = f"{self.axis}=2" if self.axis else f"2 stages {self.schedule}"
         zero = f" ZeRO-{self.zero}" if self.zero else ""
-        return f"{self.family} {way}{zero}, {self.num_micro_batches} micro-batches, recompute {self.recompute}"
+        types = "" if self.precision == "model" else f", {self.precision}"
+        return f"{self.family} {way}{zero}, {self.num_micro_batches} micro-batches, recompute {self.recompute}{types}"
 
 
 CASES = (
@@ -77,6 +79,15 @@ CASES = (
     Case("llama", schedule="1f1b", num_micro_batches=4),
     Case("gpt2", schedule="1f1b", num_micro_batches=4, recompute="full"),
     Case("llama", schedule="gpipe", num_micro_batches=4, recompute="selective"),
+)
+MIXED_CASES = (
+    Case("gpt2", "data", precision="bfloat16"),
+    Case("gpt2", "data", num_micro_batches=4, zero=1, precision="bfloat16"),
+    Case("gpt2", "data", num_micro_batches=4, zero=2, precision="bfloat16"),
+    Case("llama", "data", num_micro_batches=4, zero=3, recompute="full", precision="bfloat16"),
+    Case("llama", schedule="1f1b", num_micro_batches=4, precision="bfloat16"),
+    Case("llama", "data", num_micro_batches=4, zero=1, precision="autocast"),
+    Case("llama", "tensor", num_micro_batches=4, recompute="full", precision="autocast"),
 )
 
 
@@ -101,7 +112,7 @@ class Compared:
 def compare(case: Case) -> list[Compared]:
     """Predict and measure a case on each of its pipeline ranks."""
     model, batch = make_model(case)
-    traced = trace(model, batch)
+    traced = trace(model, batch, precision=PRECISIONS[case.precision])
     plan, candidates = planned(case, traced)
     source = generate(plan, traced.graph)
     found = []

@@ -167,9 +167,9 @@ def test_the_short_second_trace_marks_what_a_whole_one_marks(monkeypatch: pytest
 
     real = module.capture
 
-    def spy(model: nn.Module, example: Any, shapes: Any, loss_fn: Any, cuts: Any) -> Any:
+    def spy(model: nn.Module, example: Any, shapes: Any, loss_fn: Any, cuts: Any, precision: Any) -> Any:
         seen.append(dict(cuts))
-        return real(model, example, shapes, loss_fn, cuts)
+        return real(model, example, shapes, loss_fn, cuts, precision)
 
     monkeypatch.setattr(module, "capture", spy)
     short = trace(model, batch).graph
@@ -412,14 +412,21 @@ def test_what_cannot_be_traced_names_the_line(model: nn.Module, message: str) ->
         trace(model, torch.randn(4, 6))
 
 
-def test_autocast_inside_is_refused() -> None:
+def test_autocast_inside_becomes_casts() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                return x @ x.t()
+                product = x @ x.t()
+                with torch.autocast("cpu", enabled=False):
+                    wide = product.float() @ x
+            return wide @ x.t()
 
-    with pytest.raises(TraceError, match=r"unit/test_trace.py:\d+ it opens torch.autocast"):
-        trace(Model(), torch.randn(4, 6))
+    graph = trace(Model(), torch.randn(4, 6)).graph
+    products = [op for op in graph.operators if op.target == "aten.matmul.default"]
+    assert [graph.values[op.outputs[0]].dtype for op in products] == ["bfloat16", "float32", "float32"]
+    inputs = torch.randn(4, 6)
+    found = run_graph(graph, {graph.inputs[0].value: inputs})[graph.outputs[0].value]
+    assert torch.equal(found, Model()(inputs))
 
 
 def test_inputs_that_do_not_fit_are_refused_with_the_signature() -> None:
