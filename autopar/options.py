@@ -118,7 +118,7 @@ class PlanOptions:
     ``max_variants``: how many differently sharded versions of a repeated block a program may have.
     ``gap``: the search ends when no plan can be faster by more than this fraction; ``max_evaluations``: or when so many
     arrangements (stages, micro-batches, schedule, mesh) have been planned in full, or ``max_pricings`` priced beside the
-    largest micro-batch of each mesh.
+    largest micro-batch of each mesh; as many more may be priced to raise the lower bound of what is left.
     ``time_limit_seconds``: the user's own cut-off of the search; without it the same input gives the same plan.
     """
 

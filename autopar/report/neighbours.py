@@ -45,11 +45,11 @@ def _changes(best: Frame, frames: list[Frame]) -> Iterator[tuple[str, Allowed]]:
     ranks = {frame.grid.num_ranks for frame in frames}
     fewer, more = _nearest(ranks, grid.num_ranks)
     for word, number in (("fewer pipeline ranks", fewer), ("more pipeline ranks", more)):
-        yield word, lambda frame, number=number: frame.grid.num_ranks == number  # type: ignore[misc]
+        yield word, {f for f in frames if f.grid.num_ranks == number}.__contains__
     same = {f for f in frames if f.grid == grid and (f.schedule, f.num_stages) == (best.schedule, best.num_stages)}
     fewer, more = _nearest({frame.num_micro_batches for frame in same}, best.num_micro_batches)
     for word, number in (("fewer micro-batches", fewer), ("more micro-batches", more)):
-        yield word, lambda frame, number=number: frame in same and frame.num_micro_batches == number  # type: ignore[misc]
+        yield word, {f for f in same if f.num_micro_batches == number}.__contains__
     yield "other schedule", lambda f: f.grid == grid and f.schedule != best.schedule
     yield (
         "other number of stages",

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.search.space import ZERO_BUBBLE, Frame
-from autopar.search.stretches import Charged, FloatArray, Point, Stretches
+from autopar.search.stretches import Charged, Point, Stretches
+from autopar.solver.chain import Floats
 from cost_models import Hops, StageTimes, in_flight, orders, placement, step_seconds_only
 
 MOST_SLOWER = 1e4  # than the whole model's busy seconds divided by the stages: nothing fits
@@ -181,7 +182,7 @@ def recomputing(frame: Frame, stretches: Sequence[Stretches], cuts: Sequence[int
 
 def least_bytes(frame: Frame, stretches: Sequence[Stretches]) -> float:
     """A lower bound of the bytes that the fullest device of a frame needs, whatever it has."""
-    found: dict[int, FloatArray] = {}
+    found: dict[int, Floats] = {}
     for here, numbers, points in _alike(frame, stretches):
         found.update(zip(numbers, here.least_bytes(points), strict=True))
     return _divided([found[number] for number in range(frame.num_stages)], np.maximum)[0]
@@ -194,7 +195,7 @@ def stage_ranks(frame: Frame) -> list[int]:
     return [rank_of[stage] for stage in range(frame.num_stages)]
 
 
-def _start(busy: Sequence[FloatArray]) -> float:
+def _start(busy: Sequence[Floats]) -> float:
     """Where to begin: the whole model's busy seconds divided among the stages."""
     whole = min(float(array[0, -1]) for array in busy)
     if math.isfinite(whole):
@@ -207,12 +208,12 @@ def _start(busy: Sequence[FloatArray]) -> float:
 class _Stage:
     """The bounds of one stage, each (starts, ends); ``before`` is by where it starts, ``beyond`` by where it ends."""
 
-    busy: FloatArray
-    work: FloatArray
-    once: FloatArray
-    each: FloatArray
-    before: FloatArray
-    beyond: FloatArray
+    busy: Floats
+    work: Floats
+    once: Floats
+    each: Floats
+    before: Floats
+    beyond: Floats
     forwards: int  # of these all but one are not counted in busy and work
 
 
@@ -271,7 +272,7 @@ def _several_stages_a_rank(frame: Frame, stages: Sequence[_Stage], charged: Sequ
     return seconds / ranks * (1 - 1e-9)
 
 
-def _divided(costs: Sequence[FloatArray], join: np.ufunc) -> tuple[float, tuple[int, ...] | None]:
+def _divided(costs: Sequence[Floats], join: np.ufunc) -> tuple[float, tuple[int, ...] | None]:
     """The cuts of which the stages' costs, joined by ``np.add`` or ``np.maximum``, are least, and what they are then."""
     num_units = costs[0].shape[0]
     least = np.full(num_units, np.inf)

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from autopar.costing import Prepared, prepare
 from autopar.graph import ITEM_BYTES, OpGraph, Value
@@ -20,18 +19,9 @@ from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.search.bounds import stage_ranks
 from autopar.search.space import ZERO_BUBBLE, Frame, kind_of
-from autopar.search.stages import Site, Solve, Solved, StageSolver, storages_of, tied_parameters
+from autopar.search.stages import Aim, Site, Solve, Solved, StageSolver, storages_of, tied_parameters
 from autopar.staging import stage_graphs
 from cost_models import CostModel, Hops, StageTimes, in_flight, step_seconds_only
-
-
-class Limits(NamedTuple):
-    """See :meth:`StageSolver.best`."""
-
-    to_beat_seconds: float = math.inf
-    enough_seconds: float = 0.0
-    wanted: tuple[int, ...] | None = None
-
 
 Style = tuple[str, ...]  # for each axis: "batch", "next" or "whole"
 
@@ -138,7 +128,7 @@ class Evaluator:
         A stage that takes ``to_beat_seconds`` or more ends the evaluation; a step of ``enough_seconds`` is good enough.
         ``wanted``: for each stage the numbers of blocks in each mode of recomputation that should suit it.
         """
-        limits = to_beat_seconds, enough_seconds if frame.num_stages == 1 else 0.0
+        enough_seconds = enough_seconds if frame.num_stages == 1 else 0.0
         graphs = stage_graphs(graph, cuts)
         mesh = frame.grid.mesh
         boundary = {
@@ -150,8 +140,8 @@ class Evaluator:
         shares = self._shares(frame, graphs, mesh, boundary, flying, storage)
         for stage, rank, count, share in zip(graphs, stage_ranks(frame), flying, shares, strict=True):
             site = self._site(frame, mesh, rank, count, share)
-            here = Limits(*limits, wanted[len(solved)] if wanted else None)
-            found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), here)
+            aim = Aim(to_beat_seconds, enough_seconds, wanted[len(solved)] if wanted else None)
+            found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), aim)
             solved.append(found)
             if found.candidate.stage is None or found.candidate.assignment.cost_seconds >= to_beat_seconds:
                 break
@@ -193,7 +183,7 @@ class Evaluator:
         free = []
         for stage, rank, count in zip(graphs, ranks, flying, strict=True):
             site = replace(self._site(frame, mesh, rank, count, 1.0), available_bytes=math.inf)
-            here = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), Limits())
+            here = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), Aim())
             free.append(here.candidate.peak_bytes)
         totals = [sum(size for size, other in zip(free, ranks, strict=True) if other == rank) for rank in ranks]
         return [size / total for size, total in zip(free, totals, strict=True)]
@@ -237,16 +227,16 @@ class Evaluator:
         site: Site,
         boundary: Mapping[str, Layout],
         storage: Mapping[str, frozenset[Layout]],
-        limits: Limits,
+        aim: Aim,
     ) -> Solved:
         tied = tuple(sorted(storage.items(), key=lambda item: item[0]))
-        key = (_structure(graph), self._where(site), tuple(boundary.values()), tied, limits.wanted)
+        key = (_structure(graph), self._where(site), tuple(boundary.values()), tied, aim.wanted)
         known = self._solved.get(key)
         if known is None:
             family = (key[0], self._where(replace(site, in_flight=1)), *key[2:])
             solver = self._solver(graph, site, boundary, storage)
             solved = self._with_fewer_in_flight(solver, graph, self._families.get(family))
-            known = self._solved[key] = (graph, solved or solver.best(*limits))
+            known = self._solved[key] = (graph, solved or solver.best(aim))
             self._families.setdefault(family, known)
         like, solved = known
         return solved if like is graph else _renamed(solved, like, graph)

@@ -7,7 +7,8 @@
     enumeration            where no gap is allowed and a frame has few cuts: every one of them, in every style
 
 Each step costs more and bounds better than the one before; the frame that promises most is taken first, until no bound is
-below the best plan found, or the work that the options allow is done. The least bound left over is the lower bound of the
+below the best plan found, or the work that the options allow is done. What is left then is priced, the lowest bound first,
+as far as that raises it (`_close`). The least bound left over is the lower bound of the
 whole search: no plan of its frames is faster under the cost model. Schedules that are only tried on the best plan's grid
 afterwards (`space.is_tried_after`) are not among them.
 """
@@ -45,7 +46,6 @@ DEEPER = 0.7  # what is priced already promises that much more, so that the sear
 GROWTH = 1.12  # expected of the seconds of all micro-batches when there are twice as many
 ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
-
 MOST_WORSE = 2  # schedules tried after the search that are no better, until no more are tried
 
 GRID, PRICED = range(2)  # how far the bound of a frame has come
@@ -262,7 +262,7 @@ class JointSearch:
     def _refine(self, entry: _Waiting, waiting: list[_Waiting], ready: list[_Ready]) -> None:
         """The next better bound of a frame."""
         if entry.step == GRID:
-            self._probe(entry.frame, self._least(ready) * (1 - self.options.gap))  # it is priced itself in the end
+            self._probe(entry.frame, self._least(ready) * (1 - self.options.gap))
             known = self._grid_bound(entry.frame)
             if known > entry.seconds:
                 heapq.heappush(waiting, self._entry(known, GRID, entry.frame))

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.costing import Costed
 from autopar.costing.conversions import FloatArray
 from autopar.search.decoding import modes_of_run
 from autopar.search.places import Chain
 from autopar.search.units import momentary_bytes, units_of
-from autopar.solver.chain import ROUNDING, Elimination, Table
-
-Weights = NDArray[np.floating[Any]]
+from autopar.solver.chain import ROUNDING, Elimination, Floats, Table
 
 
 @dataclass(eq=False)
@@ -71,7 +67,7 @@ class Priced:
             result[start, start + 1 :] -= np.maximum.accumulate(held[start:])
         return result
 
-    def costs(self, weights: Weights, modes: Sequence[str] | None = None) -> Table:
+    def costs(self, weights: Floats, modes: Sequence[str] | None = None) -> Table:
         """(weights, starts, ends): the least weighted cost of every run of units, its ports free, less rounding.
 
         A block that lies in the run as a whole takes the mode of ``modes`` (by default all that are allowed) that suits it;
@@ -82,7 +78,7 @@ class Priced:
         return np.asarray(found * np.float32(1 - ROUNDING), dtype=np.float32)
 
     def modes(
-        self, weights: Weights, runs: Sequence[tuple[int, int]]
+        self, weights: Floats, runs: Sequence[tuple[int, int]]
     ) -> list[list[tuple[float, list[str]]]]:
         """For each run of units and each weight, the least cost and the mode of each block that the run has whole."""
         matrices = self._matrices(weights, self.allowed)
@@ -92,11 +88,11 @@ class Priced:
             for start, end in runs
         ]
 
-    def fastest(self, weights: Weights) -> Table:
+    def fastest(self, weights: Floats) -> Table:
         """Costs where bytes do not count, so that nothing is recomputed."""
         return self.costs(weights, [self.plain])
 
-    def leanest(self, weights: Weights) -> Table:
+    def leanest(self, weights: Floats) -> Table:
         """Costs where only bytes count, so that as much is recomputed as may be."""
         return self.costs(weights, self.allowed[-1:])
 
@@ -105,7 +101,7 @@ class Priced:
         """The mode of blocks that are cut."""
         return self.allowed[0]
 
-    def _matrices(self, weights: Weights, modes: Sequence[str]) -> dict[str, list[Table]]:
+    def _matrices(self, weights: Floats, modes: Sequence[str]) -> dict[str, list[Table]]:
         known: dict[int, Table] = {}
         found: dict[str, list[Table]] = {}
         for mode in modes:

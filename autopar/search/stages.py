@@ -43,6 +43,16 @@ class Site:
     available_bytes: float
 
 
+@dataclass(frozen=True)
+class Aim:
+    """How far a stage is to be solved: what takes ``to_beat_seconds`` or more is of no use, what takes ``enough_seconds`` or
+    less is not improved. ``wanted``: numbers of blocks in each mode of recomputation that should suit it."""
+
+    to_beat_seconds: float = math.inf
+    enough_seconds: float = 0.0
+    wanted: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Solved:
     """A stage with its plan (``candidate.stage``; None where nothing fits) and its times."""
@@ -118,17 +128,12 @@ class StageSolver:
         pairs = [(some, full) for full in range(total + 1) for some in range(total + 1 - full)]
         return sorted(((total - s - f, s, f) for s, f in pairs), key=lambda counts: (counts[2], counts[1]))
 
-    def best(
-        self, to_beat_seconds: float = math.inf, enough_seconds: float = 0.0, wanted: tuple[int, ...] | None = None
-    ) -> Solved:
-        """The fastest way to run the stage that fits; what takes ``enough_seconds`` or less is not improved.
-
-        ``wanted``: numbers of blocks in each mode of recomputation that should suit it; where it does not fit with them,
-        others are tried.
-        """
-        found = self._as_wanted(wanted, to_beat_seconds) if wanted is not None else None
+    def best(self, aim: Aim) -> Solved:
+        """The fastest way to run the stage that fits. Where it does not with the numbers of blocks that are wanted, others are
+        tried."""
+        found = self._as_wanted(aim.wanted, aim.to_beat_seconds) if aim.wanted is not None else None
         if found is None or found.stage is None:
-            found = self._searched(to_beat_seconds, enough_seconds)
+            found = self._searched(aim.to_beat_seconds, aim.enough_seconds)
         return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
 
     def _as_wanted(self, wanted: tuple[int, ...], to_beat_seconds: float) -> Candidate:
@@ -142,6 +147,7 @@ class StageSolver:
         return found
 
     def _searched(self, to_beat_seconds: float, enough_seconds: float) -> Candidate:
+        """Without recomputation, or where memory is wanting with as much of it as is found to pay."""
         found = self._fitted(self._counts(1, 0), to_beat_seconds) if self._may_keep_all() else None
         enough = found is not None and found.stage is not None and _seconds(found) <= enough_seconds
         if found is not None and (enough or _is_unlimited(found)):
@@ -155,8 +161,7 @@ class StageSolver:
 
     def repeated(self, solved: Solved, like: OpGraph, graph: OpGraph) -> Solved | None:
         """The same choices in this stage, which is like the one they were made for; None if its nodes are others."""
-        modes = list(solved.candidate.costed.setting.recompute.values())
-        costed = self.costed(tuple(modes.count(mode) for mode in MODES))
+        costed = self.costed((len(self.blocks), 0, 0))
         choices = solved.candidate.assignment.choices
         theirs = solved.candidate.costed.problem
         assert choices is not None

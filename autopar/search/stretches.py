@@ -19,14 +19,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.search.pricing import Priced
-
-FloatArray = NDArray[np.floating[Any]]  # bounds are kept in float32, a rounding width below what they bound
+from autopar.search.units import FLYING, KEPT, weights_of
+from autopar.solver.chain import Floats
 
 DECODED = np.array([0.01, 0.08, 0.2, 0.4, 0.8, 1.6, 5.0])  # times the typical multiplier: where modes are read off
 NEARBY = 0.01  # of a multiplier: the distance over which slopes are taken
@@ -52,48 +51,49 @@ Points = tuple[Point, ...]
 class Charged:
     """Seconds with bytes charged at a price, and what the whole budget of a device costs at that price."""
 
-    seconds: FloatArray
+    seconds: Floats
     budget_seconds: float
 
 
 @dataclass(eq=False)
 class Stretches:
-    """The bounds, made as they are asked for; arrays are (starts, ends), a list has one for each point."""
+    """The bounds, made as they are asked for; arrays are (starts, ends), a list has one for each point. They are kept in
+    float32, a rounding width below what they bound."""
 
     priced: Priced
     num_micro_batches: int
-    _work: dict[tuple[int, ...], list[FloatArray]] = field(default_factory=dict)
-    _free: dict[Points, list[FloatArray]] = field(default_factory=dict)
-    _limited: dict[tuple[Points, int], list[FloatArray]] = field(default_factory=dict)
-    _limited_work: dict[Points, list[FloatArray]] = field(default_factory=dict)  # of what was refined
+    _work: dict[tuple[int, ...], list[Floats]] = field(default_factory=dict)
+    _free: dict[Points, list[Floats]] = field(default_factory=dict)
+    _limited: dict[tuple[Points, int], list[Floats]] = field(default_factory=dict)
+    _limited_work: dict[Points, list[Floats]] = field(default_factory=dict)  # of what was refined
     _best_multiplier: dict[Points, float] = field(default_factory=dict)
-    _bytes: dict[tuple[int, ...], list[FloatArray]] = field(default_factory=dict)
-    _basic: FloatArray | None = None
+    _bytes: dict[tuple[int, ...], list[Floats]] = field(default_factory=dict)
+    _basic: Floats | None = None
 
     # -- without regard to memory ----------------------------------------------------------------------------------
 
-    def each(self) -> FloatArray:
+    def each(self) -> Floats:
         """Least seconds of one micro-batch."""
         return np.asarray(self._basics()[EACH])
 
-    def once(self) -> FloatArray:
+    def once(self) -> Floats:
         """Least seconds of what is done once a step."""
         return np.asarray(self._basics()[ONCE])
 
-    def forward(self) -> FloatArray:
+    def forward(self) -> Floats:
         """Least seconds of one forward pass."""
         return np.asarray(self._basics()[FORWARD])
 
-    def before(self) -> FloatArray:
+    def before(self) -> Floats:
         """(starts,): least seconds of one micro-batch to come there from the model's beginning."""
         return np.append(0.0, self._basics()[FORWARD, 0, 1:-1])
 
-    def beyond(self, split: bool) -> FloatArray:
+    def beyond(self, split: bool) -> Floats:
         """(starts,): least seconds of one micro-batch from there to the model's end and back; with a ``split`` backward
         gradients of parameters are left out. 0 at the end."""
         return np.append(self._basics()[WITHOUT_WEIGHT if split else EACH, :, -1], 0.0)
 
-    def work(self, points: Points) -> list[FloatArray]:
+    def work(self, points: Points) -> list[Floats]:
         """Least seconds of all micro-batches, less ``ahead - 1`` forward passes; where that was refined, also counting what
         fitting in memory costs."""
         if points in self._limited_work:
@@ -103,7 +103,7 @@ class Stretches:
             self._work[aheads] = self._on_line(points, lambda some: self.priced.fastest(self._seconds(some, 0.0)))
         return self._work[aheads]
 
-    def busy(self, points: Points, within_memory: bool, stages_a_device: int = 1) -> list[FloatArray]:
+    def busy(self, points: Points, within_memory: bool, stages_a_device: int = 1) -> list[Floats]:
         """Least busy seconds in a step, less ``ahead - 1`` forward passes. ``within_memory``: also counting what fitting
         costs, in an equal share of the memory with other stages on the device; else only what cannot fit at all is left
         out."""
@@ -115,7 +115,7 @@ class Stretches:
             self._limited[key] = [np.maximum(*pair) for pair in zip(self._free_busy(points), limited, strict=True)]
         return self._limited[key]
 
-    def _free_busy(self, points: Points) -> list[FloatArray]:
+    def _free_busy(self, points: Points) -> list[Floats]:
         if points not in self._free:
             free = self._on_line(points, lambda some: self.priced.fastest(self._seconds(some, 1.0)))
             self._free[points] = [
@@ -124,13 +124,13 @@ class Stretches:
             ]
         return self._free[points]
 
-    def _seconds(self, points: Points, once: float) -> FloatArray:
+    def _seconds(self, points: Points, once: float) -> Floats:
         """(points, rows): weights of the seconds of all micro-batches less ``ahead - 1`` forward passes, and of ``once`` times
         what is done once."""
         count = self.num_micro_batches
         return np.array([weights_of(count - point.ahead + 1, count, once) for point in points])
 
-    def _basics(self) -> FloatArray:
+    def _basics(self) -> Floats:
         """The rows of the basic bounds."""
         if self._basic is None:
             count = self.num_micro_batches
@@ -146,7 +146,7 @@ class Stretches:
 
     # -- within memory ---------------------------------------------------------------------------------------------
 
-    def least_bytes(self, points: Points) -> list[FloatArray]:
+    def least_bytes(self, points: Points) -> list[Floats]:
         """Least bytes that a stage keeps."""
         counts = tuple(point.flying for point in points)
         if counts not in self._bytes:
@@ -177,39 +177,39 @@ class Stretches:
         pairs = zip(self.work(points), self._within_memory(points, 0.0, 1), strict=True)
         self._limited_work[points] = [np.maximum(work, better) for work, better in pairs]
 
-    def _within_memory(self, points: Points, once: float, stages_a_device: int) -> list[FloatArray]:
+    def _within_memory(self, points: Points, once: float, stages_a_device: int) -> list[Floats]:
         """The dual bound over a few multipliers, with ``once`` times what is done once."""
         multipliers = self._typical_multiplier(points) * np.array([0.15, 0.3, 0.6])
-        best: list[FloatArray] | None = None
-        most = 1
+        best: list[Floats] | None = None
+        best_multiplier = 0.0
         for _ in range(ROUNDS):
             bounds, most = self._dual(points, multipliers, once, stages_a_device)
             best = bounds if best is None else [np.maximum(*pair) for pair in zip(best, bounds, strict=True)]
+            best_multiplier = float(multipliers[most])
             if most == 1:
                 break  # neither end is better
-            multipliers = multipliers[most] * (np.array([0.1, 0.3, 0.6]) if most == 0 else np.array([1.7, 4.0, 12.0]))
+            multipliers = best_multiplier * (np.array([0.1, 0.3, 0.6]) if most == 0 else np.array([1.7, 4.0, 12.0]))
         assert best is not None
         if once and stages_a_device == 1:
-            self._best_multiplier[points] = float(multipliers[most])
+            self._best_multiplier[points] = best_multiplier
         return best
 
     def _dual(
-        self, points: Points, multipliers: FloatArray, once: float, stages_a_device: int
-    ) -> tuple[list[FloatArray], int]:
+        self, points: Points, multipliers: Floats, once: float, stages_a_device: int
+    ) -> tuple[list[Floats], int]:
         """The best dual bound of each point, and which multiplier is best for most runs."""
-        taken = self.priced.available_bytes * (1 - 1 / stages_a_device)
-        budget = self._budget - taken
+        budget = self._share(stages_a_device)
         sums = self._with_bytes(points, multipliers, once)
         duals = [[one - m * budget for one in here] for here, m in zip(sums, multipliers, strict=True)]
         best = [np.maximum.reduce([here[place] for here in duals]) for place in range(len(points))]
         votes = np.stack([np.stack([here[0], here[-1]]) for here in duals])
         return best, _most_voted(votes)
 
-    def _with_bytes(self, points: Points, multipliers: FloatArray, once: float) -> list[list[FloatArray]]:
+    def _with_bytes(self, points: Points, multipliers: Floats, once: float) -> list[list[Floats]]:
         """For each multiplier and point, the least of busy seconds plus multiplier times bytes."""
         size = len(multipliers)
 
-        def composed(some: Points) -> FloatArray:
+        def composed(some: Points) -> Floats:
             weights = np.repeat(self._seconds(some, once), size, axis=0)
             for row, point in enumerate(some):
                 weights[row * size : (row + 1) * size, KEPT] = multipliers
@@ -220,7 +220,7 @@ class Stretches:
         by_point = self._on_line(points, composed)
         return [[sums[at] for sums in by_point] for at in range(size)]
 
-    def _on_line(self, points: Points, compose: Callable[[Points], FloatArray]) -> list[FloatArray]:
+    def _on_line(self, points: Points, compose: Callable[[Points], Floats]) -> list[Floats]:
         """``compose``, which is concave along a line of points, at each point or as near below as its neighbours say."""
         distinct = tuple(sorted(set(points)))
         first, last = distinct[0], distinct[-1]
@@ -232,9 +232,13 @@ class Stretches:
         return [_interpolated(found, anchors, point) for point in points]
 
     @cached_property
-    def _budget(self) -> FloatArray:
+    def _budget(self) -> Floats:
         """Bytes that may be kept."""
         return self.priced.budgets()
+
+    def _share(self, stages_a_device: int) -> Floats:
+        """Bytes that a stage may keep which shares its device equally with others."""
+        return self._budget - self.priced.available_bytes * (1 - 1 / stages_a_device)
 
     def _typical_multiplier(self, points: Points) -> float:
         """Seconds for each byte: the whole model's, as a start."""
@@ -249,13 +253,13 @@ class Stretches:
         pairs = np.concatenate([multipliers, multipliers * (1 + NEARBY)])
         weights = np.repeat(self._seconds((Point(point.flying, 1),), 1.0), len(pairs), axis=0)
         weights[:, KEPT], weights[:, FLYING] = pairs, pairs * point.flying
-        taken = self.priced.available_bytes * (1 - 1 / stages_a_device)
+        budget = self._share(stages_a_device)
         return [
-            self._mixed(ways, multipliers, float(self._budget[start, end]) - taken)
+            self._mixed(ways, multipliers, float(budget[start, end]))
             for ways, (start, end) in zip(self.priced.modes(weights, runs), runs, strict=True)
         ]
 
-    def _mixed(self, ways: Sequence[tuple[float, list[str]]], multipliers: FloatArray, budget: float) -> tuple[int, ...]:
+    def _mixed(self, ways: Sequence[tuple[float, list[str]]], multipliers: Floats, budget: float) -> tuple[int, ...]:
         """The numbers of blocks in each mode between the two multipliers of which one's plan fits and the other's does not,
         as far as the budget is from what each keeps: the slope of its cost."""
         size = len(multipliers)
@@ -274,17 +278,7 @@ class Stretches:
         return (total - sum(fitted), *fitted) if recomputed else (total,)
 
 
-KEPT, FLYING = 3, 4  # rows of bytes
-
-
-def weights_of(
-    forward: float, backward: float, once: float = 0.0, kept: float = 0.0, flying: float = 0.0, weight: float = 0.0
-) -> FloatArray:
-    """The weights of a unit's rows; see ``units.ROWS``."""
-    return np.array([forward, backward, once, kept, flying, weight])
-
-
-def _most_voted(bounds: FloatArray) -> int:
+def _most_voted(bounds: Floats) -> int:
     """The multiplier that is best for most runs; bounds: (multipliers, ...)."""
     finite = np.isfinite(bounds[0]) & (bounds.max(axis=0) > bounds[0])
     if not finite.any():
@@ -298,7 +292,7 @@ def _is_between(point: Point, first: Point, last: Point) -> bool:
     return across == (point.ahead - first.ahead) * (last.flying - first.flying)
 
 
-def _interpolated(found: FloatArray, anchors: Points, point: Point) -> FloatArray:
+def _interpolated(found: Floats, anchors: Points, point: Point) -> Floats:
     """What the anchors' arrays say of a point at or between two of them."""
     at = next(index for index, anchor in enumerate(anchors) if point <= anchor)
     if anchors[at] == point:

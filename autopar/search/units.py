@@ -24,6 +24,14 @@ from autopar.staging import derived_operators
 # Rows of a unit's tables: seconds of a micro-batch's forward and of its backward pass, seconds once a step, bytes kept
 # throughout, bytes kept for each micro-batch in flight; and of the backward pass, what makes parameters' gradients.
 ROWS = ("forward_seconds", "backward_seconds", "once_seconds", "kept_bytes", "flying_bytes", "weight_seconds")
+KEPT, FLYING = ROWS.index("kept_bytes"), ROWS.index("flying_bytes")
+
+
+def weights_of(
+    forward: float, backward: float, once: float = 0.0, kept: float = 0.0, flying: float = 0.0, weight: float = 0.0
+) -> FloatArray:
+    """The weights of the rows."""
+    return np.array([forward, backward, once, kept, flying, weight])
 
 
 def line_of(graph: OpGraph) -> list[str]:

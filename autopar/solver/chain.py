@@ -31,6 +31,7 @@ from autopar.solver.problem import FloatArray
 # Tables are summed in float32, which halves their traffic: results are right to about this relative width.
 ROUNDING = 2e-6
 Table = NDArray[np.float32]
+Floats = NDArray[np.floating[Any]]  # of either width
 
 MAX_ENTRIES = 400_000  # of one table, for each weight; a larger one is relaxed
 
@@ -141,7 +142,7 @@ class Elimination:
             reads.append(_Read(table, ranked, shape))
         return _Step(tuple(reads), tuple(self.unit.sizes[variable] for variable in order), relaxed, minimises)
 
-    def evaluate(self, weights: NDArray[np.floating[Any]]) -> Table:
+    def evaluate(self, weights: Floats) -> Table:
         """(num weights, entry states, exit states): the least cost of the unit between its ports; one state where there is
         none. weights: (num weights, rows), the first row's weight above 0."""
         given = weights.astype(np.float32)

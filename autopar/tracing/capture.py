@@ -28,6 +28,7 @@ from autopar.options import Precision
 from autopar.tracing.examples import Example, named_leaves
 from autopar.tracing.own_gradients import no_own_gradients
 from autopar.tracing.source import line_of_error, without_wrapper
+from autopar.tracing.targets import dtype_name
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Cuts = Mapping[str, tuple[int, ...]]
@@ -135,7 +136,7 @@ class _Wrapped(nn.Module):
         """An input as the policy computes with it."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.to(_typed(self._precision.computed(_name_of(leaf.dtype))))
+        return leaf.to(_typed(self._precision.computed(dtype_name(leaf.dtype))))
 
     def _widened(self, leaf: Any) -> Any:
         """A result of the policy's as losses are computed and added up: in float32 at least, as in Megatron-LM."""
@@ -147,10 +148,6 @@ def _typed(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype), f"{name} is no dtype"
     return found
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _checked_loss(loss: Any, who: str) -> torch.Tensor:
@@ -281,7 +278,7 @@ def _stand_ins(
                 for key, value in originals.items():
                     if id(value) not in fakes:
                         lasts = key not in module._non_persistent_buffers_set
-                        own = _name_of(value.dtype)
+                        own = dtype_name(value.dtype)
                         fake = _stand_in(value, precision.computed(own) if lasts else own, fake_mode, device)
                         fakes[id(value)] = fakes[id(fake)] = fake
                         persistent[id(fake)], dtypes[id(fake)] = lasts, own

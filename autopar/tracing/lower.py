@@ -49,6 +49,7 @@ from autopar.tracing.targets import (
     SHAPED_BY_VALUES,
     SHAPED_LIKE,
     argument_of,
+    dtype_name,
     functional_form,
     is_idle_dropout,
     resolve_target,
@@ -386,7 +387,7 @@ class _Lowering:
     def _add_value(self, value: str, fake: torch.Tensor, kind: ValueKind, requires_grad: bool) -> None:
         if not all(type(size) is int for size in fake.shape):
             self.fail(f"makes a tensor whose shape {list(fake.shape)} depends on the values of another")
-        dtype = str(fake.dtype).removeprefix("torch.")
+        dtype = dtype_name(fake.dtype)
         self.lowered.values[value] = Value(value, tuple(fake.shape), dtype, requires_grad, kind, value)
         self.fakes[value] = fake
 

@@ -52,7 +52,12 @@ def types_that_do_not_meet(target: str, tensors: Sequence[torch.Tensor]) -> tupl
     narrow = types[0] in (torch.bfloat16, torch.float16)
     if name in _NORMS and narrow and set(types[1:]) == {torch.float32}:
         return ()
-    return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in types))
+    return tuple(dict.fromkeys(map(dtype_name, types)))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def functional_form(target: OpOverload) -> str | None:

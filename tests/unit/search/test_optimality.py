@@ -23,7 +23,7 @@ from autopar.search.bounds import bound_of, least_bytes
 from autopar.search.evaluate import Evaluated, rank_bytes
 from autopar.search.joint import Found
 from autopar.search.space import Frame, frames
-from autopar.search.stages import Site, StageSolver
+from autopar.search.stages import Aim, Site, StageSolver
 from autopar.solver import solve
 from cost_models import Cluster, CostModel, Link, Node
 from tests.unit.search.instances import EXACT, Instance, device, instance, traced, whole_bytes
@@ -113,7 +113,7 @@ def stage_solver(structure: str, part: float) -> StageSolver:
 @pytest.mark.parametrize("structure", ["skip", pytest.param("three alike", marks=pytest.mark.slow)])
 def test_a_stage_is_solved_as_well_as_by_an_ilp(structure: str, part: float) -> None:
     solver = stage_solver(structure, part)
-    best, least = solver.best(), least_stage_seconds(solver)
+    best, least = solver.best(Aim()), least_stage_seconds(solver)
     assert best.fits == math.isfinite(least), (best.candidate.missing_bytes, least)
     if best.fits:
         assert least * (1 - ROUNDING) <= best.candidate.assignment.cost_seconds <= least * (1 + GAP_TARGET)
