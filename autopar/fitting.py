@@ -63,26 +63,28 @@ def fit(
     solve: Solve,
     to_beat_seconds: float = math.inf,
     explain: bool = True,
+    most_parts: int | None = None,
 ) -> Candidate:
     """The best plan on the mesh that fits; where none does, a candidate without a stage that says what is needed, if it
     is to ``explain``.
 
-    Parts whose plans all take ``to_beat_seconds`` or more are not searched.
+    Parts whose plans all take ``to_beat_seconds`` or more are not searched, and no more than ``most_parts``.
     """
     parts = [_Part(_least(costed), (math.inf, math.inf), -math.inf)]
     closed: list[float] = []
     best: Candidate | None = None
     large = costed.problem.num_nodes > LARGE
     gap = LARGE_GAP if large else GAP_TARGET
-    for _ in range(LARGE_PARTS if large else MAX_PARTS):
+    for _ in range(most_parts or (LARGE_PARTS if large else MAX_PARTS)):
         part = min(parts, key=lambda part: part.bound, default=None)
         if part is None or part.bound >= min(to_beat_seconds, (1 - gap) * _cost(best) if best else math.inf):
             break
         parts.remove(part)
         assignment = solve(_restricted(costed, part, available_bytes))
-        if assignment.choices is None:
-            continue
         bound = max(part.bound, assignment.lower_bound_seconds)
+        if assignment.choices is None:
+            closed.append(bound)  # infinite where nothing fits, not where nothing was found
+            continue
         found = _candidate(costed, assignment, bound, available_bytes)
         if found.peak_bytes <= available_bytes:
             closed.append(bound)

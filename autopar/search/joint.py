@@ -37,7 +37,7 @@ from autopar.search.evaluate import Evaluated, Evaluator, Style
 from autopar.search.pricing import Priced
 from autopar.search.space import Frame, Grid, Meshes, counts_of, frames, grids, kind_of, micro_batch_counts, tried_after
 from autopar.search.stages import Solve
-from autopar.search.stretches import Stretches
+from autopar.search.stretches import Hint, Stretches
 from autopar.staging import cut_points, stage_graphs
 from cost_models import CostModel
 
@@ -113,6 +113,7 @@ class JointSearch:
         self.evaluator = Evaluator(cost_model, options, solve)
         self.evaluated: list[Evaluated] = []
         self._stretches: dict[object, Stretches] = {}
+        self._hints: dict[object, Hint] = {}
         self._prepared: dict[int, Prepared] = {}
         self._graphs: dict[int, OpGraph] = {}
         self._each: dict[Grid, list[tuple[int, float]]] = {}
@@ -381,7 +382,8 @@ class JointSearch:
             modes = (forced,) if forced else MODES if self.short.graph.block_groups else MODES[:1]
             price = partial(self._price, grid, mesh, first, num_micro_batches)
             priced = Priced(self.chain, price, modes, available)
-            self._stretches[key] = Stretches(priced, num_micro_batches)
+            hint = self._hints.setdefault((grid, kind), Hint())
+            self._stretches[key] = Stretches(priced, num_micro_batches, hint)
         return self._stretches[key]
 
     def _price(

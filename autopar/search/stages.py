@@ -132,16 +132,23 @@ class StageSolver:
         """The fastest way to run the stage that fits. Where it does not with the numbers of blocks that are wanted, others are
         tried."""
         found = self._as_wanted(aim.wanted, aim.to_beat_seconds) if aim.wanted is not None else None
-        if found is None or found.stage is None:
+        if found is None or (found.stage is None and not _is_too_slow(found, aim.to_beat_seconds)):
             found = self._searched(aim.to_beat_seconds, aim.enough_seconds)
         return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
 
     def _as_wanted(self, wanted: tuple[int, ...], to_beat_seconds: float) -> Candidate:
-        """With these numbers of blocks in each mode; without recomputation, where little of it is wanted, if that is better."""
-        _, some, full = wanted
-        few = 0 < some + full <= len(self.blocks) // 4
-        found = self._fitted((len(self.blocks) - some - full, some, full), to_beat_seconds)
-        if few:
+        """With these numbers of blocks in each mode, or where that does not fit with more of it; without recomputation, where
+        little of it is wanted, if that is better."""
+        _, some, full = wanted  # of the bound's blocks, which may be fewer: the rest are plain
+        plain = len(self.blocks) - some - full
+        recomputes = some + full > 0
+        found = self._fitted((plain, some, full), to_beat_seconds, recomputes, 1 if recomputes and plain else None)
+        for part in (0.5, 0.0):  # what is held for a moment was not foreseen
+            if found.stage is None and not _is_too_slow(found, to_beat_seconds) and plain and recomputes:
+                keeping = int(plain * part)
+                more = (keeping, some, full + plain - keeping) if full else (keeping, some + plain - keeping, 0)
+                found = self._fitted(more, to_beat_seconds, bound_by_memory=True)
+        if 0 < some + full <= len(self.blocks) // 4:
             beat = min(to_beat_seconds, _seconds(found)) if found.stage is not None else to_beat_seconds
             found = min([found, self._fitted(self._counts(1, 0), beat)], key=_rank)
         return found
@@ -226,14 +233,25 @@ class StageSolver:
         found = unlimited(self.costed((len(self.blocks), 0, 0)), self.site.available_bytes, self.solve)
         return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
 
-    def _fitted(self, counts: tuple[int, ...], to_beat_seconds: float) -> Candidate:
-        free = self._free(counts)
-        if not free.missing_bytes:
+    def _fitted(
+        self,
+        counts: tuple[int, ...],
+        to_beat_seconds: float,
+        bound_by_memory: bool = False,
+        most_parts: int | None = None,
+    ) -> Candidate:
+        """The fastest plan that fits with these numbers of blocks in each mode. First without regard to memory, unless it is
+        known that it is ``bound_by_memory``."""
+        free = None if bound_by_memory else self._free(counts)
+        if free is not None and not free.missing_bytes:
             return free
-        if _seconds(free) >= to_beat_seconds:
+        if free is not None and _seconds(free) >= to_beat_seconds:
             return replace(free, stage=None)
-        fitted = fit(self.costed(counts), self.site.available_bytes, self.solve, to_beat_seconds, explain=False)
-        return fitted if fitted.stage is not None or math.isfinite(fitted.peak_bytes) else replace(free, stage=None)
+        available = self.site.available_bytes
+        fitted = fit(self.costed(counts), available, self.solve, to_beat_seconds, explain=False, most_parts=most_parts)
+        if fitted.stage is not None or math.isfinite(fitted.peak_bytes):
+            return fitted
+        return replace(free or self._free(counts), stage=None, lower_bound_seconds=fitted.lower_bound_seconds)
 
 
 def _only(modes: Mapping[str, str]) -> str:
@@ -245,6 +263,11 @@ def _only(modes: Mapping[str, str]) -> str:
 def _rank(candidate: Candidate) -> tuple[bool, float]:
     """Of those that fit the fastest, else the one that lacks least."""
     return candidate.stage is None, _seconds(candidate) if candidate.stage is not None else candidate.missing_bytes
+
+
+def _is_too_slow(candidate: Candidate, to_beat_seconds: float) -> bool:
+    """Whether something may fit, but nothing that is fast enough."""
+    return to_beat_seconds <= candidate.lower_bound_seconds < math.inf
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -55,6 +55,14 @@ class Charged:
     budget_seconds: float
 
 
+@dataclass
+class Hint:
+    """Where bounds within memory begin: ``share`` of the typical multiplier, which is where those of like stretches were
+    best."""
+
+    share: float = 0.3
+
+
 @dataclass(eq=False)
 class Stretches:
     """The bounds, made as they are asked for; arrays are (starts, ends), a list has one for each point. They are kept in
@@ -62,6 +70,7 @@ class Stretches:
 
     priced: Priced
     num_micro_batches: int
+    hint: Hint = field(default_factory=Hint)
     _work: dict[tuple[int, ...], list[Floats]] = field(default_factory=dict)
     _free: dict[Points, list[Floats]] = field(default_factory=dict)
     _limited: dict[tuple[Points, int], list[Floats]] = field(default_factory=dict)
@@ -100,7 +109,10 @@ class Stretches:
             return self._limited_work[points]
         aheads = tuple(point.ahead for point in points)
         if aheads not in self._work:
-            self._work[aheads] = self._on_line(points, lambda some: self.priced.fastest(self._seconds(some, 0.0)))
+            if set(aheads) == {1}:  # whole micro-batches
+                self._work[aheads] = [self.num_micro_batches * self.each()] * len(points)
+            else:
+                self._work[aheads] = self._on_line(points, lambda some: self.priced.fastest(self._seconds(some, 0.0)))
         return self._work[aheads]
 
     def busy(self, points: Points, within_memory: bool, stages_a_device: int = 1) -> list[Floats]:
@@ -117,7 +129,10 @@ class Stretches:
 
     def _free_busy(self, points: Points) -> list[Floats]:
         if points not in self._free:
-            free = self._on_line(points, lambda some: self.priced.fastest(self._seconds(some, 1.0)))
+            if all(point.ahead == 1 for point in points):
+                free = [np.asarray(self._basics()[BUSY])] * len(points)
+            else:
+                free = self._on_line(points, lambda some: self.priced.fastest(self._seconds(some, 1.0)))
             self._free[points] = [
                 np.where(num_bytes <= self._budget, np.maximum(busy, work + self.once()), np.inf)
                 for busy, work, num_bytes in zip(free, self.work(points), self.least_bytes(points), strict=True)
@@ -179,7 +194,8 @@ class Stretches:
 
     def _within_memory(self, points: Points, once: float, stages_a_device: int) -> list[Floats]:
         """The dual bound over a few multipliers, with ``once`` times what is done once."""
-        multipliers = self._typical_multiplier(points) * np.array([0.15, 0.3, 0.6])
+        typical = self._typical_multiplier(points)
+        multipliers = typical * self.hint.share * np.array([0.5, 1.0, 2.0])
         best: list[Floats] | None = None
         best_multiplier = 0.0
         for _ in range(ROUNDS):
@@ -192,6 +208,7 @@ class Stretches:
         assert best is not None
         if once and stages_a_device == 1:
             self._best_multiplier[points] = best_multiplier
+            self.hint.share = best_multiplier / typical
         return best
 
     def _dual(

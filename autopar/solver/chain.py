@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -87,16 +87,15 @@ def _weighted(weights: Table, rows: FloatArray | Table) -> Table:
     return np.asarray(np.dot(weights, flat).reshape(len(weights), *rows.shape[1:]))
 
 
-class Elimination:
-    """The order in which a unit's variables go, found once; then evaluated under many weights."""
+class _Order:
+    """The order in which variables go, found once for all units of one form, whatever their tables hold."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self._scopes: list[tuple[int, ...]] = [factor.variables for factor in unit.factors]
+    def __init__(self, sizes: tuple[int, ...], scopes: Sequence[tuple[int, ...]], ports: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self._scopes = list(scopes)
+        self.steps: list[_Step] = []
         alive = set(range(len(self._scopes)))
-        self._steps: list[_Step] = []
-        kept = [port for port in dict.fromkeys((unit.entry, unit.exit)) if port is not None]
-        waiting = {variable for variables in self._scopes for variable in variables} - set(kept)
+        waiting = {variable for variables in self._scopes for variable in variables} - set(ports)
         near = {variable: self._near(variable, alive) for variable in waiting}
         while waiting:
             variable = min(waiting, key=lambda v: (self._entries(near[v]), v))
@@ -104,13 +103,13 @@ class Elimination:
             self._step(variable, alive)
             for other in near.pop(variable) & waiting:
                 near[other] = self._near(other, alive)
-        self._last(kept, alive)
+        self.steps.append(self._reading(sorted(alive), ports, (), minimises=False))
 
     def _near(self, variable: int, alive: set[int]) -> set[int]:
         return {other for table in alive if variable in self._scopes[table] for other in self._scopes[table]}
 
     def _entries(self, variables: set[int]) -> int:
-        return math.prod(self.unit.sizes[other] for other in variables)
+        return math.prod(self.sizes[other] for other in variables)
 
     def _step(self, variable: int, alive: set[int]) -> None:
         touching = sorted(table for table in alive if variable in self._scopes[table])
@@ -124,12 +123,9 @@ class Elimination:
             alive.add(len(self._scopes))
             self._scopes.append((*self._scopes[table][:dim], *self._scopes[table][dim + 1 :]))
         scope = tuple(sorted({v for table in touching for v in self._scopes[table]} - {variable}))
-        self._steps.append(self._reading(touching, (variable, *scope), tuple(relaxed), minimises=True))
+        self.steps.append(self._reading(touching, (variable, *scope), tuple(relaxed), minimises=True))
         alive.add(len(self._scopes))
         self._scopes.append(scope)
-
-    def _last(self, kept: Sequence[int], alive: set[int]) -> None:
-        self._steps.append(self._reading(sorted(alive), tuple(kept), (), minimises=False))
 
     def _reading(
         self, tables: Sequence[int], order: tuple[int, ...], relaxed: tuple[tuple[int, int], ...], minimises: bool
@@ -138,9 +134,25 @@ class Elimination:
         for table in sorted(tables, key=lambda table: self._entries(set(self._scopes[table]))):
             scope = self._scopes[table]
             ranked = tuple(sorted(range(len(scope)), key=lambda index: order.index(scope[index])))
-            shape = tuple(self.unit.sizes[variable] if variable in scope else 1 for variable in order)
+            shape = tuple(self.sizes[variable] if variable in scope else 1 for variable in order)
             reads.append(_Read(table, ranked, shape))
-        return _Step(tuple(reads), tuple(self.unit.sizes[variable] for variable in order), relaxed, minimises)
+        return _Step(tuple(reads), tuple(self.sizes[variable] for variable in order), relaxed, minimises)
+
+
+@lru_cache(maxsize=1024)
+def _steps(
+    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], ports: tuple[int, ...]
+) -> tuple[_Step, ...]:
+    return tuple(_Order(sizes, scopes, ports).steps)
+
+
+class Elimination:
+    """A unit with the order in which its variables go; evaluated under many weights."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        ports = tuple(port for port in dict.fromkeys((unit.entry, unit.exit)) if port is not None)
+        self._steps = _steps(unit.sizes, tuple(factor.variables for factor in unit.factors), ports)
 
     def evaluate(self, weights: Floats) -> Table:
         """(num weights, entry states, exit states): the least cost of the unit between its ports; one state where there is

@@ -47,6 +47,10 @@ class Limits:
     ilp_nodes: int = 100
 
 
+FIRST_MULTIPLIER = 1 / 16  # times what would make the bytes above the budget cost as much as everything else
+RAISE, MOST_RAISES = 4.0, 12
+
+
 @dataclass(frozen=True, eq=False)
 class Point:
     """An assignment that some probe found, and its (1 + rows,) totals: a cut c + lambda (m - budget) above L."""
@@ -147,6 +151,8 @@ class Lagrangian:
         if not self.problem.num_rows:
             self.dual(self.at)
             return True
+        if self.problem.num_rows == 1:
+            self.bracket()
         for _ in range(most_probes):
             proposal = self.one_row() if self.problem.num_rows == 1 else self.several_rows()
             if proposal is None:
@@ -157,6 +163,20 @@ class Lagrangian:
             if self.closed or bound >= ceiling - 1e-12 * abs(ceiling) or len(self.points) == known:
                 return True
         return False
+
+    def bracket(self) -> None:
+        """Raise the one multiplier until something fits. Where variables are split, minimising bytes alone need not find a
+        point: all choices that need no memory are equally good then, and the copies do not agree on one."""
+        over = [point for point in self.points if not self.fits(point.totals)]
+        if len(over) < len(self.points) or not over:
+            return
+        cost, num_bytes = min((float(point.totals[0]), float(point.totals[1])) for point in over)
+        multiplier = FIRST_MULTIPLIER * cost / (num_bytes - float(self.budgets[0]))
+        for _ in range(MOST_RAISES):
+            self.dual(np.array([multiplier]))
+            if any(self.fits(point.totals) for point in self.points):
+                return
+            multiplier *= RAISE
 
     def in_domains(self, point: Point) -> bool:
         """Whether all choices of a point are still left."""
