@@ -50,11 +50,11 @@ def signature_of(operator: Operator, graph: OpGraph) -> Signature | None:
         return None
     found = rule(operator, graph)
     if found is not None:
-        _check(found, operator, graph)
+        check_signature(found, operator, graph)
     return found
 
 
-def _check(found: Signature, operator: Operator, graph: OpGraph) -> None:
+def check_signature(found: Signature, operator: Operator, graph: OpGraph) -> None:
     """Raise RuleError where the terms do not fit the operator's tensors."""
     terms, shapes = (*found.inputs, *found.outputs), shapes_of(operator, graph)
     if [len(term) for term in terms] != [len(shape) for shape in shapes]:
