@@ -18,6 +18,17 @@ def random_operators(graph: OpGraph) -> tuple[str, ...]:
     return tuple(operator.id for operator in graph.operators if _is_random(operator))
 
 
+def uncounted_operators(graph: OpGraph) -> tuple[str, ...]:
+    """Of the random operators those whose numbers are not functions of the elements' places: no two runs agree on them."""
+    counted = set(dropouts(graph))
+    return tuple(name for name in random_operators(graph) if name not in counted)
+
+
+def dropouts(graph: OpGraph) -> tuple[str, ...]:
+    """Ids of the operators that drop elements by their places, in the order in which the model calls them."""
+    return tuple(op.id for op in graph.operators if op.target == "aten.dropout.default" and _is_random(op))
+
+
 def mode_dependent_operators(graph: OpGraph) -> tuple[str, ...]:
     """Ids of the operators that the model would compute otherwise in the other mode: dropout and batch norm."""
     named = ("batch_norm", "instance_norm", "dropout")

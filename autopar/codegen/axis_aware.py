@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from autopar.codegen.called import SHARE, Called, joined
 from autopar.codegen.local_sizes import num_parts, same_everywhere, size_at
 from autopar.codegen.scope import AxisCuts
+from autopar.codegen.text import words
 from autopar.strategies.loss import ELEMENTWISE_LOSSES, MEAN, SUM, reduction_of
 from autopar.strategies.signatures import dims_argument, place_in_inputs
 
@@ -180,6 +181,18 @@ def _loss_options(call: Called) -> list[str]:
     return options
 
 
+def _dropout(call: Called) -> str:
+    """Each element is dropped by its place in the whole tensor."""
+    if not call.given(2, "train") or call.given(1, "p") == 0:
+        return call.names[0]
+    value = call.graph.values[call.outputs[0]]
+    arguments = [
+        call.names[0], repr(call.given(1, "p")), "mesh", call.scope.site(call.operator.id), repr(value.shape),
+        f'"{words(call.output_layouts[0])}"', *([f"batch_dims={value.batch_dims}"] if value.batch_dims else []),
+    ]  # fmt: skip
+    return joined(call.scope.runtime("dropout"), arguments)
+
+
 def _scaled(write: Callable[[Called], str]) -> Callable[[Called], str]:
     """A mean over this micro-batch, as a term of the mean over all of them."""
 
@@ -196,6 +209,7 @@ AXIS_AWARE: dict[str, Callable[[Called], str]] = {
     "aten.cross_entropy_loss.default": _scaled(_cross_entropy),
     **{f"aten.{name}.default": _nll for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")},
     "aten.batch_norm.default": _batch_norm,
+    "aten.dropout.default": _dropout,
     "aten.mean.default": _scaled(_mean),
     "aten.mean.dim": _scaled(_mean),
     **{f"aten.{name}.default": _scaled(_elementwise_loss) for name in ELEMENTWISE_LOSSES},

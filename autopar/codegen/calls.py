@@ -135,12 +135,6 @@ def _einsum(called: Called) -> str:
     return joined("torch.einsum", [called.literal(called.given(0, "equation")), *called.names])
 
 
-def _dropout(called: Called) -> str:
-    if not called.given(2, "train") or called.given(1, "p") == 0:
-        return called.names[0]
-    return _spelled(called, spellings()["aten.dropout.default"]) or _by_name(called)
-
-
 def _index(called: Called) -> str:
     """``x[:, i, j]``."""
     names = iter(called.names[1:])
@@ -191,7 +185,6 @@ _SPECIAL: dict[str, Callable[[Called], str]] = {
     **{f"aten.to.{overload}": _cast for overload in ("dtype", "dtype_layout", "device")},
     "aten._to_copy.default": _cast,
     "aten.einsum.default": _einsum,
-    "aten.dropout.default": _dropout,
     "aten.index.Tensor": _index,
     "aten.index_put.default": _index_put,
     "aten.numpy_T.default": _reversed_dims,

@@ -71,7 +71,10 @@ class StageWriter:
         attributes, lines = self.sources.write(place, path)
         function = self._function_at(place, Attributes(attributes, {}))
         arguments = function.give_inputs(self._argument_names(place, given))
+        self.scope.block_path, self.scope.uses_path = path, False
         main = function.lines()
+        keeps_path = ["        self.path = path"] if self.scope.uses_path else []
+        self.scope.block_path = ""
         returned = ", ".join(function.expression(key) for key in function.body.returns)
         self.local_names |= function.used_names
         again = any(self.arrangement.modes[place] == "full" for place in places)
@@ -80,6 +83,7 @@ class StageWriter:
             "",
             "    def __init__(self, path):",
             "        super().__init__()",
+            *keeps_path,
             *lines,
             "",
             *text.line(header, 4, function.argument_layouts()),

@@ -24,6 +24,7 @@ from autopar.errors import InputError
 from autopar.graph import OpGraph
 from autopar.micro_batches import combined, coupling
 from autopar.plans import Plan, check_fingerprint
+from autopar.strategies.registry import signature_of
 
 
 def generate(plan: Plan, graph: OpGraph) -> str:
@@ -132,9 +133,17 @@ def _trailer(
             f"GLOBAL_BATCH = {plan.batch_size}",
             f"MICRO_BATCH_UNIT = {plan.micro_batch_unit}",
         ]
+    if _draws_of_generators(graph):
+        lines += ["DRAWS_ALIKE = True  # all ranks draw the same random numbers"]
     lines += _table("COUNTS", tables["COUNTS"]) if tables["COUNTS"] else []
     lines += _table("STAGES", tables["STAGES"]) if tables["STAGES"] else ["STAGES = (Stage0,)"]
     return [*lines, f"FINGERPRINT = {text.quoted(plan.fingerprint)}"]
+
+
+def _draws_of_generators(graph: OpGraph) -> bool:
+    """Whether some operator draws numbers that do not follow from its elements' places."""
+    rules = (signature_of(operator, graph) for operator in graph.operators)
+    return any(rule is not None and rule.random and not rule.counted for rule in rules)
 
 
 def _table(name: str, rows: Sequence[str]) -> list[str]:

@@ -38,6 +38,8 @@ class Scope:
         self.fixed_batch = False
         self.uses_functional = False
         self.runtime_names: set[str] = set()
+        self.block_path = ""  # of the block whose class is being written
+        self.uses_path = False
         self.splits: dict[tuple[int, AxisCuts], str] = {}
         self._taken = taken
 
@@ -50,6 +52,13 @@ class Scope:
         """A function of ``torch.nn.functional``."""
         self.uses_functional = True
         return f"F.{name}"
+
+    def site(self, operator: str) -> str:
+        """Where in the model an operator draws random numbers; in the class of a block it follows the block's path."""
+        if self.block_path and operator.startswith(self.block_path):
+            self.uses_path = True
+            return f'f"{{self.path}}{operator.removeprefix(self.block_path)}"'
+        return f'"{operator}"'
 
     def axis(self, index: int) -> str:
         """An axis of the mesh."""

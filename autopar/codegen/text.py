@@ -85,8 +85,10 @@ def _broken(code: str, indent: int) -> list[str]:
         return [pad + code]
     inner = _pieces(code[opening + 1 : closing])
     head, tail = pad + code[: opening + 1], pad + code[closing:]
-    comma = "," if len(inner) == 1 and code[opening] == "(" and code[closing - 1] == "," else ""
-    one = " " * (indent + 4) + ", ".join(inner) + comma
+    if len(inner) == 1:  # a comma would make a tuple of what brackets only group, and of an index
+        comma = "," if code[closing - 1] == "," else ""
+        return [head, *_fitted(inner[0] + comma, indent + 4), tail]
+    one = " " * (indent + 4) + ", ".join(inner)
     if len(one) <= LINE_LENGTH:
         return [head, one, tail]
     body: list[str] = []

@@ -6,6 +6,7 @@ from autopar.runtime.mesh import Axis, Ledger, Mesh, Sent
 from autopar.runtime.operators import batch_norm, cross_entropy, partial_mean, vocab_embedding
 from autopar.runtime.parameters import BufferSlot, Chunk, ParameterSlot, buffer, parameter
 from autopar.runtime.program import Boundary, Count, Input, Output, Stage, load_program
+from autopar.runtime.random import dropout
 from autopar.runtime.recompute import checkpoint
 from autopar.runtime.split import Split
 from autopar.runtime.steps import (
@@ -48,6 +49,7 @@ __all__ = [
     "checkpoint",
     "copy_to",
     "cross_entropy",
+    "dropout",
     "gather",
     "keep_first",
     "keep_first_both",

@@ -20,10 +20,11 @@ from autopar.runtime.steps import gather
 
 
 class MicroBatch(NamedTuple):
-    """This rank's shares of the inputs of one micro-batch by name, and its samples over all devices."""
+    """This rank's shares of the inputs of one micro-batch by name, its samples over all devices, and how many come before."""
 
     shares: dict[str, Tensor]
     size: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Batches:
         for given in self._inputs:
             self._check(given, tensors[given.name], self._expected(given, sizes, local), local)
         starts = dict.fromkeys(self._words, 0)
-        found = []
+        found: list[MicroBatch] = []
         for size in sizes:
             shares = {}
             for given in self._inputs:
@@ -119,7 +120,7 @@ class Batches:
                     starts[given.name] += length
                 if given.name in self._used:
                     shares[given.name] = self._share(given, tensor, size, local)
-            found.append(MicroBatch(shares, size))
+            found.append(MicroBatch(shares, size, sum(micro_batch.size for micro_batch in found)))
         return found
 
     def _share(self, given: Input, tensor: Tensor, size: int, local: bool) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from autopar.runtime import norms, zero
 from autopar.runtime.batches import Batches, MicroBatching, replicated, scaled
 from autopar.runtime.counts import Counts
+from autopar.runtime.draws import Draws
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.gathered import Gathers
 from autopar.runtime.gradients import GradientReducer
@@ -33,6 +35,7 @@ from autopar.runtime.mesh import Ledger, Mesh
 from autopar.runtime.parameters import BufferSlot, ParameterSlot
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.program import Output
+from autopar.runtime.random import keys
 from autopar.runtime.recompute import running
 from autopar.runtime.split import Split
 
@@ -40,8 +43,10 @@ from autopar.runtime.split import Split
 class Engine:
     """One rank's part of a program. All ranks make it together, and call its methods in the same order."""
 
-    def __init__(self, program: types.ModuleType, device: torch.device | str | None = None) -> None:
+    def __init__(self, program: types.ModuleType, device: torch.device | str | None = None, seed: int = 0) -> None:
         self.program = program
+        self.seed = seed  # of random numbers
+        self.num_steps = 0  # made so far
         self.mesh: Mesh = program.mesh
         self.mesh.bind(device)
         schedule = str(getattr(program, "SCHEDULE", "single"))
@@ -148,8 +153,9 @@ class Engine:
         """
         micro_batches = self._batches.micro_batches(args, kwargs, local)
         self._refresh()
+        self._draw()
         try:
-            with torch.enable_grad(), running(self.mesh), self._gathers.saving():
+            with torch.enable_grad(), running(self.mesh), self._gathers.saving(), self._alike():
                 self._counts.find([micro_batch.shares for micro_batch in micro_batches])
                 loss = self._runner.train(micro_batches)
             self._reducer.finish()
@@ -160,6 +166,7 @@ class Engine:
                 slot.abandon()
             raise
         self._commit()
+        self.num_steps += 1
         return loss
 
     @torch.no_grad()
@@ -168,8 +175,10 @@ class Engine:
         micro_batches = self._batches.micro_batches(args, kwargs, local, evaluates=True)
         sizes = [micro_batch.size for micro_batch in micro_batches]
         self._refresh()
+        self._draw()
         self._counts.find([micro_batch.shares for micro_batch in micro_batches])
-        found = self._runner.evaluate(micro_batches)
+        with self._alike():
+            found = self._runner.evaluate(micro_batches)
         self._commit()
         return {
             output.name: self._combined(output, [shares[output.name] for shares in found], sizes, local)
@@ -200,6 +209,22 @@ class Engine:
             if change.name != "keep_first_gradient":
                 share = change.forward(share)
         return share
+
+    def _draw(self) -> None:
+        """Random numbers are those of the step to come."""
+        self.mesh.draws = Draws(self.seed, self.num_steps, planned=self.program.BATCH)
+
+    @contextmanager
+    def _alike(self) -> Iterator[None]:
+        """What torch's own generators draw is the same on all ranks, and their state that of before afterwards: an operator
+        that is computed whole on every rank has one result."""
+        if not getattr(self.program, "DRAWS_ALIKE", False):
+            yield
+            return
+        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(keys(self.seed, self.num_steps, "generators")[0])
+            yield
 
     def _refresh(self) -> None:
         zero.refresh(self.holdings.all_slots())

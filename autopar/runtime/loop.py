@@ -43,7 +43,7 @@ class Loop:
         return [self._outputs(micro_batch, micro_batches) for micro_batch in micro_batches]
 
     def _outputs(self, micro_batch: MicroBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        self._mesh.share = micro_batch.size / sum(one.size for one in micro_batches)
+        self._mesh.begin(micro_batch.first, micro_batch.size, sum(one.size for one in micro_batches))
         return self._run(**micro_batch.shares)
 
     def abandon(self) -> None:

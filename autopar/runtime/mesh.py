@@ -12,12 +12,13 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.runtime.draws import Draws
 from autopar.runtime.errors import ProgramError
 
 
@@ -112,6 +113,7 @@ class Mesh:
         self.is_bound = False
         self.share = 1.0  # samples of this micro-batch / samples of the step
         self.counts: dict[str, torch.Tensor] = {}
+        self.draws = Draws()  # which random numbers this micro-batch draws
         self._root: DeviceMesh | None = None
         self._device_mesh: DeviceMesh | None = None
         for axis in self.axes:
@@ -158,6 +160,11 @@ class Mesh:
         for axis in reversed(mesh.axes):
             position, axis._place = divmod(position, axis.size)
         return mesh
+
+    def begin(self, first: int, samples: int, total: int) -> None:
+        """A micro-batch of so many samples of the ``total`` of a step begins, ``first`` of them before it."""
+        self.share = samples / total
+        self.draws = replace(self.draws, first=first, samples=samples)
 
     def count(self, name: str) -> torch.Tensor:
         """A number of labels of the whole step, by its name in ``COUNTS``."""

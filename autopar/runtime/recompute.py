@@ -2,8 +2,8 @@
 
 :func:`checkpoint` is ``torch.utils.checkpoint`` without reentrance, with two differences. The second run goes to the end of
 the part, so that it sends what the first one sent, whatever autograd has kept of it. And it sees the micro-batch of the
-first one (``mesh.batch``, ``mesh.share``), although the mesh may be at another micro-batch by then. Parameters under ZeRO-3
-that a part calls are gathered again by its second run and live until backward has used them.
+first one (``mesh.batch``, ``mesh.share``, ``mesh.draws``), although the mesh may be at another one by then. Parameters under
+ZeRO-3 that a part calls are gathered again by its second run and live until backward has used them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autopar.runtime.mesh import Mesh
 
-_OF_A_MICRO_BATCH = ("batch", "share")  # what a mesh says of the micro-batch that runs
+_OF_A_MICRO_BATCH = ("batch", "share", "draws")  # what a mesh says of the micro-batch that runs
 
 
 class Run(threading.local):

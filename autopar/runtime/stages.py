@@ -121,7 +121,7 @@ class RunnableStage(_PipelineStageBase):
     def run_module(self, at: int, received: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """What the stage sends and its outputs, for micro-batch ``at``."""
         micro_batch = self._micro_batches[at]
-        self._mesh.share = micro_batch.size / self._total
+        self._mesh.begin(micro_batch.first, micro_batch.size, self._total)
         takes = {name: micro_batch.shares[name] for name in self.own.description.takes}
         found = self.run(*received, **takes)
         if isinstance(found, Mapping):

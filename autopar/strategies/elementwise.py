@@ -53,6 +53,7 @@ TWO_KEPT = """
     xlogy.Scalar_Other pow.Tensor_Scalar logaddexp.default float_power.Tensor_Scalar
 """.split()
 SUMS = "add sub subtract".split()
+FLOPS_OF_A_NUMBER = 12.0  # of the runtime's counter-based generator, for an element
 PRODUCTS = "mul multiply".split()
 QUOTIENTS = "div divide true_divide".split()
 
@@ -150,12 +151,24 @@ def _masked_fill(operator: Operator, graph: OpGraph) -> Signature:
 
 
 def _dropout(operator: Operator, graph: OpGraph) -> Signature:
-    """Without dropping anything, the identity; else random: the mask has the input's dtype on the CPU."""
+    """Without dropping anything, the identity; else each element is dropped by its place, and what is kept is saved."""
+    if not operator.argument(2, "train") or operator.argument(1, "p") == 0:
+        return pointwise(operator, graph, linear=((0,),), kind="free")
+    elements = float(graph.values[operator.inputs[0]].num_elements)
+    return pointwise(
+        operator, graph, random=True, counted=True, linear=((0,),), saves_extra_bytes=elements,
+        flops=FLOPS_OF_A_NUMBER * elements, backward_flops=elements,
+    )  # fmt: skip
+
+
+def _unsplit_dropout(operator: Operator, graph: OpGraph) -> Signature:
+    """Of whole channels, or with other statistics: random, and not split. The mask has the input's dtype on the CPU."""
     if not operator.argument(2, "train") or operator.argument(1, "p") == 0:
         return pointwise(operator, graph, linear=((0,),), kind="free")
     value = graph.values[operator.inputs[0]]
-    extra = float(value.num_elements * ITEM_BYTES[value.dtype])
-    return pointwise(operator, graph, random=True, saves_extra_bytes=extra)
+    return pointwise(
+        operator, graph, random=True, saves_extra_bytes=float(value.num_elements * ITEM_BYTES[value.dtype])
+    )
 
 
 def _random(operator: Operator, graph: OpGraph) -> Signature:
@@ -218,7 +231,8 @@ RULES: dict[str, RuleFunction] = {
     **_table(_sum, ("rsub",), _TENSOR_OR_SCALAR),
     **_table(_where, ("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")),
     **_table(_masked_fill, ("masked_fill.Scalar", "masked_fill.Tensor")),
-    **_table(_dropout, ("dropout.default", "feature_dropout.default", "alpha_dropout.default")),
+    **_table(_dropout, ("dropout.default",)),
+    **_table(_unsplit_dropout, ("feature_dropout.default", "alpha_dropout.default")),
     **_table(_random, ("bernoulli.default", "bernoulli.p", "rand_like.default", "randn_like.default")),
     **_table(_copy, ("copy.default",)),
     **_table(_fill, ("fill.Scalar", "fill.Tensor")),

@@ -67,7 +67,8 @@ class Signature:
     letters that must not be split. ``flops`` is of the forward pass on whole tensors; ``backward_flops`` of the backward
     pass. ``saved_inputs`` and ``saved_outputs`` are what autograd keeps for backward, by position;
     ``saved_extra_bytes`` is what it keeps besides (softmax statistics and the like), on whole tensors.
-    ``random`` operators draw numbers and are never split.
+    ``random`` operators draw numbers and are never split, unless the numbers are ``counted``: functions of the elements'
+    places in the whole tensor.
     """
 
     inputs: tuple[Term, ...]
@@ -86,6 +87,7 @@ class Signature:
     saved_outputs: frozenset[int] = frozenset()
     saved_extra_bytes: float = 0.0
     random: bool = False
+    counted: bool = False
 
     def splittable(self) -> tuple[str, ...]:
         """Letters that a strategy may split, in order of appearance, outputs first."""
@@ -93,7 +95,7 @@ class Signature:
 
     @cached_property
     def _splittable(self) -> tuple[str, ...]:
-        if self.random:
+        if self.random and not self.counted:
             return ()
         terms = [letters_of(term) for term in (*self.outputs, *self.inputs)]
         repeated = {letter for letters in terms for letter in letters if letters.count(letter) > 1}

@@ -32,6 +32,7 @@ class Extras(TypedDict, total=False):
     saves_outputs: Iterable[int]
     saves_extra_bytes: float
     random: bool
+    counted: bool
 
 
 def signature(
@@ -64,6 +65,7 @@ def signature(
         saved_outputs=frozenset(extras.get("saves_outputs", ())) if backward else frozenset(),
         saved_extra_bytes=extras.get("saves_extra_bytes", 0.0) if backward else 0.0,
         random=extras.get("random", False),
+        counted=extras.get("counted", False),
     )
 
 

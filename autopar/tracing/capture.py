@@ -205,6 +205,12 @@ def capture(
             program = torch.export.export(wrapped, tensors, strict=False)
         except Exception as error:
             raise _explain(model, error, precision) from error
+        touched = next((state.names[0] for state in states if state.stand_in.grad is not None), None)
+        if touched is not None:
+            raise TraceError(
+                f"the model cannot be traced: its forward or an autograd function adds to the gradient of {touched} by hand, "
+                "which torch.export leaves out of the program; compute the gradient wanted with plain operators"
+            )
     outcome = wrapped._outcome
     placeholders = {}
     for spec in program.graph_signature.input_specs:

@@ -4,8 +4,7 @@ Enters: a :class:`~autopar.tracing.capture.Capture`. Leaves: a :class:`Lowered`.
 regions without gradient or under autocast are written into their surroundings, with the casts of the latter (``autocast``),
 in-place operators become functional ones (``places``), training batch norm gets its new statistics as outputs, and each
 operator gets an id that depends only on the module it is in and on what came before it there.
-
-Whether an output needs a gradient is asked of torch itself: the operator is run once per kind on tensors without data.
+What depends on the values of tensors is carried along unseen, and refused where a result needs it.
 """
 
 from __future__ import annotations
@@ -36,24 +35,30 @@ from autopar.graph import (
 from autopar.options import Precision
 from autopar.tracing.autocast import Autocast, Casting
 from autopar.tracing.capture import Capture
-from autopar.tracing.lowered import Lowered, drop_dead
+from autopar.tracing.dropped_attention import dropped_attention
+from autopar.tracing.lowered import Lowered, Unknown, drop_dead
+from autopar.tracing.needs import Gradients
 from autopar.tracing.places import Place, View, read, write
+from autopar.tracing.selected import carried, put_back, unknown_result
 from autopar.tracing.source import line_of_trace, read_module_stack
 from autopar.tracing.targets import (
     ASSERTIONS,
-    CHANGE_SHAPE_IN_PLACE,
     CONVERSIONS,
     DROPOUTS,
+    RESHAPE_IN_PLACE,
     SAME_TENSOR,
     SHAPED_BY_STRIDES,
-    SHAPED_BY_VALUES,
     SHAPED_LIKE,
     argument_of,
     dtype_name,
     functional_form,
     is_idle_dropout,
+    not_an_operator,
+    region_name,
     resolve_target,
+    same_layout,
     types_that_do_not_meet,
+    writes_into_first,
 )
 
 _Env = dict[torch.fx.Node, Any]
@@ -83,7 +88,8 @@ class _Lowering:
         self._counters: Counter[tuple[str, str]] = Counter()
         self._constants: dict[Any, str] = {}
         self._detached: dict[str, str] = {}
-        self._gradients: dict[Any, tuple[bool, ...]] = {}
+        self._aliases: dict[int, int] = {}
+        self._gradients = Gradients(self)
         self._casting = Casting(self)
         self._state_places: dict[str, Place] = {}
 
@@ -91,6 +97,8 @@ class _Lowering:
         lowered, capture = self.lowered, self.capture
         self._add_states()
         results = self._run_graph(capture.graph_module, None)
+        for unknown in (result for result in results if isinstance(result, Unknown)):
+            self.fail(unknown.fact, unknown.line)
         values = [read(place, self.emit) for place in results]
         if capture.loss_index is not None:
             lowered.loss = values[capture.loss_index]
@@ -133,13 +141,13 @@ class _Lowering:
     def _constant(self, tensor: torch.Tensor, memory: int) -> Place:
         """A tensor written in the model's code; equal small ones are one constant, so that repeated blocks are alike."""
         if tensor.is_meta or not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)):
-            self.fail(f"uses a tensor attribute of shape {list(tensor.shape)} without data; register it as a buffer")
+            self.fail(f"uses a tensor of shape {list(tensor.shape)} without data; register a buffer, and use no .data")
         numbers = tuple(tensor.flatten().tolist()) if tensor.numel() <= MAX_CONSTANT_NUMBERS else ()
         key = (tensor.dtype, tuple(tensor.shape), repr(numbers) if numbers else id(tensor))
         if key not in self._constants:
             value = self._constants[key] = f"constant_{len(self.lowered.constants)}"
             self._add_value(value, tensor, "constant", False)
-            self.fakes[value] = self.capture.fake_mode.from_tensor(tensor)
+            self.fakes[value] = self.capture.fake_mode.from_tensor(tensor, static_shapes=True)
             self.lowered.constants.append(Constant(value, numbers))
             self.lowered.tensors[value] = tensor.detach().clone()
         return Place(self._constants[key], memory)
@@ -159,6 +167,7 @@ class _Lowering:
         env: _Env = {}
         given = iter(arguments or [])
         for node in module.graph.nodes:
+            self.node = node if node.op == "call_function" else next(iter(node.users), None)
             if node.op == "placeholder":
                 env[node] = self._placeholder(node) if arguments is None else next(given)
             elif node.op == "get_attr":
@@ -166,9 +175,8 @@ class _Lowering:
             elif node.op == "output":
                 return [env[item] for item in pytree.tree_leaves(node.args[0]) if isinstance(item, torch.fx.Node)]
             else:
-                self.node = node
                 env[node] = self._call(node, env)
-        raise AssertionError("an fx graph has an output node")
+        raise AssertionError("an fx graph has an output")
 
     def _attribute(self, module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
         owner: Any = module
@@ -180,24 +188,28 @@ class _Lowering:
 
     def _call(self, node: torch.fx.Node, env: _Env) -> Any:
         target: Any = node.target
+        if isinstance(target, HigherOrderOperator):
+            return self._region(node, target, env)
+        unknown = next((env[item] for item in node.all_input_nodes if isinstance(env[item], Unknown)), None)
+        if unknown is not None:
+            return self._of_unknown(node, target, env, unknown)
         if target is operator.getitem:
             source, index = node.args
             return env[source][index]  # type: ignore[index]
-        if isinstance(target, HigherOrderOperator):
-            return self._region(node, target, env)
         if not isinstance(target, OpOverload):
-            self.fail(f"computes with {target} on a size that depends on the values of a tensor")
+            self.fail(not_an_operator(target))
         name = target._schema.name.split("::")[1]
         if name in ASSERTIONS:
             return None
         if name in SHAPED_BY_STRIDES:
             self.fail(f"uses {name}, which depends on how a tensor lies in memory; use unfold, slices or a transpose")
-        if name in SHAPED_BY_VALUES:
-            self.fail(f"uses {name}, so that a shape or number depends on the values of a tensor")
+        if (unknown := unknown_result(self, node, target, env, self._line())) is not None:
+            return unknown
+        if name in RESHAPE_IN_PLACE:
+            return self._reshape_in_place(node, target, env)
         if target._schema.is_mutable:
             return self._write_in_place(node, target, env)
-        same = self._identity(node, name, env)
-        if same is not None:
+        if (same := self._identity(node, name, env)) is not None:
             return same
         if name == "broadcast_tensors":
             return self._broadcast(node, env)
@@ -205,17 +217,29 @@ class _Lowering:
             return self._batch_norm(node, target, env)
         if name == "instance_norm" and argument_of(node, target, "running_mean") is not None:
             self.fail("keeps running statistics in instance norm; use track_running_stats=False")
+        if name == "scaled_dot_product_attention" and argument_of(node, target, "dropout_p"):
+            _, args, kwargs = self._spelled(node, target, env)
+            return Place(dropped_attention(self, args, kwargs), _memory(node.meta["val"]))
         return self._plain(node, target, env)
+
+    def _of_unknown(self, node: torch.fx.Node, target: Any, env: _Env, unknown: Unknown) -> Any:
+        """What an operator makes of a tensor whose shape is not known."""
+        if isinstance(target, OpOverload) and target._schema.is_mutable:
+            place: Place = env[node.args[0]]  # type: ignore[index]
+            self._write(place, put_back(self, node, env, unknown) or self.fail(unknown.fact, unknown.line))
+            return place
+        found = carried(self, node, env, unknown)
+        return found if isinstance(found, Unknown) else Place(found, _memory(node.meta["val"]))
 
     def _region(self, node: torch.fx.Node, target: HigherOrderOperator, env: _Env) -> Any:
         """The body of a region without gradient, or under autocast, as if it stood here."""
-        if _region_name(target) == "wrap_with_set_grad_enabled":
+        if region_name(target) == "wrap_with_set_grad_enabled":
             enabled, body, *arguments = node.args
             before, self.grad_enabled = self.grad_enabled, bool(enabled)
             results = self._run_graph(env[body], [env[item] for item in arguments])  # type: ignore[index]
             self.grad_enabled = before
             return tuple(results)
-        if _region_name(target) == "wrap_with_autocast":
+        if region_name(target) == "wrap_with_autocast":
             device_type, dtype, enabled, _, body, *arguments = node.args
             before_region = self.autocast
             if device_type == self._device_type():
@@ -224,7 +248,7 @@ class _Lowering:
             results = self._run_graph(env[body], [env[item] for item in arguments])  # type: ignore[index]
             self.autocast = before_region
             return tuple(results)
-        self.fail(f"uses the higher-order operator {_region_name(target)}, which autopar cannot plan")
+        self.fail(f"uses the higher-order operator {region_name(target)}, which autopar cannot plan")
 
     def _identity(self, node: torch.fx.Node, name: str, env: _Env) -> Any:
         """The place of an operator that only hands on its first argument, or None if it does more."""
@@ -233,19 +257,24 @@ class _Lowering:
             return None
         before, after = self.fakes[source.value], node.meta["val"]
         if name in SAME_TENSOR or (name in DROPOUTS and is_idle_dropout(node)):
+            self._aliases[_memory(after)] = source.root.memory  # torch hands the tensor on, its stand-in is another
             return source
         if name == "lift_fresh_copy":
             return Place(read(source, self.emit), _memory(after))
         if name == "detach" and not self._wants_gradient(source):
             return source
-        if name in CONVERSIONS and before.dtype == after.dtype and _same_layout(before, after):
-            shared = _memory(after) == source.root.memory
-            return source if shared else Place(read(source, self.emit), _memory(after))
+        if name in CONVERSIONS and before.dtype == after.dtype and same_layout(before, after):
+            memory = _memory(after)
+            return (
+                source
+                if self._aliases.get(memory, memory) == source.root.memory
+                else Place(read(source, self.emit), memory)
+            )
         if name in CONVERSIONS and before.dtype != after.dtype:
-            value = self._resolve(source)
+            value = self.value_of(source)
             output = self.emit("aten.to.dtype", (Ref(value), TorchName(str(after.dtype))), {})[0]
             return Place(output, _memory(after))
-        if name == "clone" and _same_layout(before, after):
+        if name == "clone" and same_layout(before, after):
             return Place(read(source, self.emit), _memory(after))
         return None
 
@@ -255,7 +284,12 @@ class _Lowering:
     # -- operators -----------------------------------------------------------------------------------------------
 
     def _plain(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Any:
-        name, args, kwargs = self._spelled(node, target, env)
+        return self._recorded(node, env, *self._spelled(node, target, env))
+
+    def _recorded(
+        self, node: torch.fx.Node, env: _Env, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The places of what the node computes."""
         result = node.meta.get("val")
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         ids = self._record(name, args, kwargs, outputs, isinstance(result, (tuple, list)))
@@ -270,7 +304,7 @@ class _Lowering:
     ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """An operator's name and arguments. A tensor that only lends its shape is none of them, the shape is: no gradient
         reaches that tensor, and its layout does not matter."""
-        args, kwargs = self._arguments(node, env)
+        args, kwargs = self.arguments(node, env)
         if self.autocast is not None:
             args, kwargs = self._casting.applied(target, args, kwargs, self.autocast)
         with_shape = SHAPED_LIKE.get(str(target))
@@ -281,7 +315,7 @@ class _Lowering:
     def _place(self, node: torch.fx.Node, env: _Env, view: View, value: str, fake: Any) -> Place | None:
         if not isinstance(fake, torch.Tensor):
             return None
-        memory = _memory(fake)
+        memory = self._aliases.get(_memory(fake), _memory(fake))
         for position, item in enumerate(node.all_input_nodes):
             source = env.get(item)
             if isinstance(source, Place) and source.root.memory == memory:
@@ -296,13 +330,13 @@ class _Lowering:
         places = []
         for item, fake in zip(pytree.tree_leaves(node.args[0]), node.meta["val"], strict=True):
             shape = tuple(fake.shape)
-            value = self.emit("aten.expand.default", (Ref(self._resolve(env[item])), shape), {})[0]
+            value = self.emit("aten.expand.default", (Ref(self.value_of(env[item])), shape), {})[0]
             places.append(Place(value, _memory(fake), env[item], View("aten.expand.default", (shape,), {})))
         return tuple(places)
 
     def _batch_norm(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Place:
         """Training batch norm, whose two further outputs are the new running mean and variance."""
-        args, kwargs = self._arguments(node, env)
+        args, kwargs = self.arguments(node, env)
         statistics = [env[argument_of(node, target, name)] for name in ("running_mean", "running_var")]
         fakes = [node.meta["val"], *(self.fakes[place.value] for place in statistics)]
         ids = self._record(str(target), args, kwargs, fakes, True)
@@ -312,10 +346,8 @@ class _Lowering:
 
     def _write_in_place(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Any:
         """Replace an in-place operator by its functional form, and let what shares the memory see the result."""
-        schema = target._schema
-        name = schema.name.split("::")[1]
-        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if len(written) != 1 or written[0] != schema.arguments[0].name or name in CHANGE_SHAPE_IN_PLACE:
+        name = target._schema.name.split("::")[1]
+        if not writes_into_first(target):
             self.fail(f"uses {target}, an in-place or out= form that autopar cannot express; use the plain form")
         place = env[node.args[0]]  # type: ignore[index]
         if name == "detach_":
@@ -326,7 +358,7 @@ class _Lowering:
             return place
         if not self.grad_enabled and self.lowered.values[read(place, self.emit)].requires_grad:
             self.fail(f"writes in place ({target}) without gradient into a tensor that has one; compute a new tensor")
-        args, kwargs = self._arguments(node, env)
+        args, kwargs = self.arguments(node, env)
         before = self.fakes[args[0].value]
         value = args[1].value if name == "copy_" else self._functional(target, args, kwargs)
         if self.fakes[value].dtype != before.dtype:
@@ -336,13 +368,18 @@ class _Lowering:
         self._write(place, value)
         return place
 
+    def _reshape_in_place(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Any:
+        """``x.unsqueeze_(0)``: from here on the tensor is the view that the plain form would make of it."""
+        functional = functional_form(target) or self.fail(f"uses {target}, which has no plain form")
+        place = self._recorded(node, env, functional, *self.arguments(node, env))
+        env[node.args[0]] = place  # type: ignore[index]
+        return place
+
     def _functional(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if target._schema.name == "aten::fill_":
             return args[1].value if isinstance(args[1], Ref) else self.emit("aten.full_like.default", args, {})[0]
-        functional = functional_form(target)
-        if functional is None:
-            self.fail(f"uses {target}, which has no form that leaves its input alone; compute a new tensor instead")
-        return self.emit(functional, args, kwargs)[0]
+        no_form = f"uses {target}, which has no form that leaves its input alone; compute a new tensor instead"
+        return self.emit(functional_form(target) or self.fail(no_form), args, kwargs)[0]
 
     def _write(self, place: Place, value: str) -> None:
         try:
@@ -367,7 +404,9 @@ class _Lowering:
     def _record(self, target: str, args: Any, kwargs: dict[str, Any], outputs: list[Any], several: bool) -> list[str]:
         mixed = types_that_do_not_meet(target, [self.fakes[ref.value] for ref in refs((args, tuple(kwargs.values())))])
         if mixed:
-            self.fail(f"gives {target} tensors of types {' and '.join(mixed)}, which it refuses; cast one to the other's type")
+            self.fail(
+                f"gives {target} tensors of types {' and '.join(mixed)}, which it refuses; cast one to the other's type"
+            )
         path, module_class, nest = self._module()
         name = target.split(".")[1].strip("_")
         count = self._counters[path, name]
@@ -375,7 +414,7 @@ class _Lowering:
         key = f"{path}:{name}" + (f"_{count}" if count else "")
         tensors = [isinstance(output, torch.Tensor) for output in outputs]
         ids = [(f"{key}#{i}" if several else key) if is_tensor else "" for i, is_tensor in enumerate(tensors)]
-        gradients = self._need_gradient(target, args, kwargs, outputs)
+        gradients = self._gradients.needed(target, args, kwargs, outputs)
         for value, fake, gradient in zip(ids, outputs, gradients, strict=True):
             if value:
                 self._add_value(value, fake, "computed", gradient)
@@ -393,7 +432,7 @@ class _Lowering:
 
     # -- arguments -----------------------------------------------------------------------------------------------
 
-    def _arguments(self, node: torch.fx.Node, env: _Env) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, node: torch.fx.Node, env: _Env) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = tuple(self._argument(item, env) for item in node.args)
         kwargs = {
             name: self._argument(item, env)
@@ -405,9 +444,11 @@ class _Lowering:
     def _argument(self, item: Any, env: _Env) -> Any:
         if isinstance(item, torch.fx.Node):
             found = env[item]
+            if isinstance(found, Unknown):
+                self.fail(found.fact, found.line)
             if not isinstance(found, Place):
                 self.fail(f"passes {item} on as a number, which depends on the values of a tensor")
-            return Ref(self._resolve(found))
+            return Ref(self.value_of(found))
         if isinstance(item, (tuple, list)):
             return tuple(self._argument(part, env) for part in item)
         if isinstance(item, (torch.dtype, torch.layout, torch.memory_format)):
@@ -418,7 +459,7 @@ class _Lowering:
             return item
         self.fail(f"calls an operator with {item!r}, which autopar cannot write down")
 
-    def _resolve(self, place: Place) -> str:
+    def value_of(self, place: Place) -> str:
         """The value to read; without gradient enabled, a detached one."""
         value = read(place, self.emit)
         if self.grad_enabled or not self.lowered.values[value].requires_grad:
@@ -441,28 +482,6 @@ class _Lowering:
             return tuple(self.to_torch(item, gradient) for item in tree)
         return tree
 
-    def _need_gradient(self, target: str, args: Any, kwargs: dict[str, Any], outputs: list[Any]) -> tuple[bool, ...]:
-        flags = tuple(self.lowered.values[ref.value].requires_grad for ref in refs((args, tuple(kwargs.values()))))
-        floats = tuple(isinstance(o, torch.Tensor) and (o.is_floating_point() or o.is_complex()) for o in outputs)
-        if not any(flags) or not any(floats):
-            return (False,) * len(outputs)
-        key = (target, flags, floats)
-        if key not in self._gradients:
-            self._gradients[key] = self._ask_gradient(target, args, kwargs, floats)
-        return self._gradients[key]
-
-    def _ask_gradient(
-        self, target: str, args: Any, kwargs: dict[str, Any], floats: tuple[bool, ...]
-    ) -> tuple[bool, ...]:
-        try:
-            with self.capture.fake_mode, torch.enable_grad():
-                result = resolve_target(target)(*self.to_torch(args, True), **self.to_torch(kwargs, True))
-        except Exception:  # an operator that does not run on tensors without data twice: torch's usual rule
-            return floats
-        found = list(result) if isinstance(result, (tuple, list)) else [result]
-        gradients = [isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in found]
-        return tuple(gradients + [False] * (len(floats) - len(gradients)))
-
     # -- where we are --------------------------------------------------------------------------------------------
 
     def _module(self) -> tuple[str, str, tuple[str, ...]]:
@@ -477,18 +496,10 @@ class _Lowering:
     def _line(self) -> str:
         return line_of_trace((self.node.stack_trace if self.node is not None else None) or "")
 
-    def fail(self, what: str) -> NoReturn:
-        where = self._line() or "some point"
+    def fail(self, what: str, line: str = "") -> NoReturn:
+        where = line or self._line() or "some point"
         raise TraceError(f"the model cannot be traced: at {where} it {what}")
-
-
-def _region_name(target: HigherOrderOperator) -> str:
-    return str(target.name())
 
 
 def _memory(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else 0
-
-
-def _same_layout(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return before.shape == after.shape and before.stride() == after.stride()

@@ -29,6 +29,15 @@ class Lowered:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Unknown:
+    """What depends on the values of tensors in its shape or as a number, and all that follows from it. What only assertions
+    look at is dropped with them; where a result needs it, it is refused with the fact about the line that made it."""
+
+    fact: str
+    line: str
+
+
 def drop_dead(lowered: Lowered) -> None:
     """Leave out operators whose results nobody reads (assertions and identities leave some behind)."""
     wanted = {output.value for output in lowered.outputs} | {lowered.loss}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
 ASSERTIONS = frozenset(
     "_assert_tensor_metadata _assert_scalar _assert_async _functional_assert_async _functional_assert_scalar "
@@ -25,9 +25,8 @@ SHAPED_LIKE = {
     "aten.reshape_as.default": "aten.reshape.default",
 }
 DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"))
-CHANGE_SHAPE_IN_PLACE = frozenset(
-    "squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_ rename_".split()
-)
+RESHAPE_IN_PLACE = frozenset("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_".split())
+CHANGE_SHAPE_IN_PLACE = frozenset("resize_ resize_as_ set_ as_strided_ rename_".split())
 
 _FUNCTIONAL_NAMES = {
     "zero_": "zeros_like", "normal_": "normal_functional", "__iand__": "bitwise_and",
@@ -64,12 +63,18 @@ def functional_form(target: OpOverload) -> str | None:
     """The operator that computes what an in-place one writes: ``aten.add_.Tensor`` -> ``aten.add.Tensor``."""
     namespace, name = target._schema.name.split("::")
     overload = target._overloadname or "default"
-    if (name, overload) == ("bernoulli_", "float"):
-        overload = "p"
+    overload = {"bernoulli_.float": "p", "transpose_.default": "int"}.get(f"{name}.{overload}", overload)
     name = _FUNCTIONAL_NAMES.get(name, name.removesuffix("_"))
     packet = getattr(getattr(torch.ops, namespace), name, None)
     found = packet is not None and overload in packet.overloads()
     return f"{namespace}.{name}.{overload}" if found else None
+
+
+def writes_into_first(target: OpOverload) -> bool:
+    """Whether an in-place operator writes into its first argument, nothing else, and leaves its shape."""
+    schema = target._schema
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return written == [schema.arguments[0].name] and schema.name.split("::")[1] not in CHANGE_SHAPE_IN_PLACE
 
 
 def resolve_target(target: str) -> Any:
@@ -78,6 +83,23 @@ def resolve_target(target: str) -> Any:
     for part in target.split("."):
         found = getattr(found, part)
     return found
+
+
+def region_name(target: HigherOrderOperator) -> str:
+    """What a higher-order operator does with its body: ``wrap_with_set_grad_enabled`` and the like."""
+    return str(target.name())
+
+
+def not_an_operator(target: Any) -> str:
+    """What a call of a Python function in a trace says of the model."""
+    if "functorch" in getattr(target, "__module__", ""):
+        return "uses torch.vmap, which autopar cannot write down; write it with broadcasting"
+    return f"computes with {target} on a size that depends on the values of a tensor"
+
+
+def same_layout(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether two tensors lie in memory alike."""
+    return before.shape == after.shape and before.stride() == after.stride()
 
 
 def argument_of(node: torch.fx.Node, target: OpOverload, name: str) -> Any:

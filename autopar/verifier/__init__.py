@@ -7,6 +7,6 @@
 """
 
 from autopar.verifier.outcome import Measure, Verification, VerificationError
-from autopar.verifier.verifying import verify
+from autopar.verifier.verifying import verify, verify_traced
 
-__all__ = ["Measure", "Verification", "VerificationError", "verify"]
+__all__ = ["Measure", "Verification", "VerificationError", "verify", "verify_traced"]

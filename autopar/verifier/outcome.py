@@ -13,6 +13,7 @@ from autopar.verifier.trial import PieceOf, TrialResult
 
 PARAMETER_TOLERANCE = 1e-8  # an optimizer's step divides by the root of a square: half the digits
 SHARE_OF_GRADIENT = 1e-2  # AdamW's epsilon in a verification, of the model's largest gradient
+SHARE_OF_STATISTICS = 1e-3  # of the largest running statistic: one that is exactly zero is what rounding leaves of it
 
 
 class VerificationError(AutoparError):
@@ -74,7 +75,7 @@ class Verification:
 @dataclass(frozen=True)
 class Expected:
     """What the plain model computes: loss, outputs by path, and by name gradients (absent ones as zeros), parameters
-    and buffers after a step of AdamW with this epsilon."""
+    and buffers after a step of AdamW with this epsilon. ``statistics``: the buffers that a forward pass changes."""
 
     loss: Tensor
     outputs: dict[str, Tensor]
@@ -82,6 +83,13 @@ class Expected:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     epsilon: float = 1e-8
+    statistics: frozenset[str] = frozenset()
+
+    def buffer_scale(self, name: str) -> float:
+        """What a buffer's error is relative to: its largest value, and of a running statistic no less than a small part of
+        the model's largest one (the mean after a normalisation and a product without bias is exactly zero)."""
+        largest = max((_size(self.buffers[other]) for other in self.statistics if name in self.statistics), default=0.0)
+        return max(_size(self.buffers[name]), SHARE_OF_STATISTICS * largest)
 
 
 def adamw_epsilon(gradients: Iterable[Tensor]) -> float:
@@ -111,13 +119,19 @@ def measures(
     }
     yield _worst("gradients", gradients, tolerance)
     parameters = {
-        name: _piecewise([result.parameters.get(name, []) for result in results], whole, whole.abs().clamp(min=learning_rate))
+        name: _piecewise(
+            [result.parameters.get(name, []) for result in results], whole, whole.abs().clamp(min=learning_rate)
+        )
         for name, whole in expected.parameters.items()
     }
     yield _worst("parameters", parameters, PARAMETER_TOLERANCE)
     buffers = {
         name: max(
-            (_error(result.buffers[name], whole, _size(whole)) for result in results if name in result.buffers),
+            (
+                _error(result.buffers[name], whole, expected.buffer_scale(name))
+                for result in results
+                if name in result.buffers
+            ),
             default=float("inf"),
         )
         for name, whole in expected.buffers.items()

@@ -22,11 +22,12 @@ from autopar.errors import InputError
 from autopar.graph import OpGraph
 from autopar.initial import materialized
 from autopar.plans import Plan, check_fingerprint
-from autopar.randomness import random_operators
+from autopar.randomness import uncounted_operators
 from autopar.tracing import Traced, trace
 from autopar.tracing.capture import find_loss
 from autopar.tracing.examples import named_leaves
 from autopar.verifier.double import InDouble, default_dtype, in_double, wide_type
+from autopar.verifier.dropping import SameDropout
 from autopar.verifier.outcome import Expected, Verification, adamw_epsilon, differences, measures
 from autopar.verifier.trial import Trial, TrialResult, run_in_processes, run_in_threads
 
@@ -56,15 +57,46 @@ def verify(
     program that runs has the policy's masters, working copies and casts, all of them in float64.
 
     Errors are relative: to the largest gradient of the model, to the loss, to the largest value of an output or
-    buffer (all within ``tolerance``), and for a parameter after a step of AdamW to the larger of itself and
-    ``learning_rate`` (within 1e-8). ``epsilon`` is AdamW's; by default 1% of the model's largest gradient, so that
-    what rounding leaves of a gradient of exactly zero (a bias before a batch norm) does not become a whole step.
+    buffer (of a running statistic at least 1e-3 of the model's largest one; all within ``tolerance``), and for a parameter
+    after a step of AdamW to the larger of itself and ``learning_rate`` (within 1e-8). ``epsilon`` is AdamW's; by default
+    1% of the model's largest gradient, so that what rounding leaves of a gradient of exactly zero (a bias before a batch
+    norm) does not become a whole step.
 
     Raises InputError for a model with random operators or without a loss, PlanFileError for a plan of another model,
     and what the program itself raises. Inequality is no error: see :meth:`Verification.require`.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     traced = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=plan.precision)
+    return verify_traced(
+        model,
+        traced,
+        plan,
+        loss_fn=loss_fn,
+        processes=processes,
+        learning_rate=learning_rate,
+        epsilon=epsilon,
+        tolerance=tolerance,
+        count_collectives=count_collectives,
+        seed=seed,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def verify_traced(
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    processes: bool = False,
+    learning_rate: float = 1e-3,
+    epsilon: float | None = None,
+    tolerance: float = 1e-10,
+    count_collectives: bool = False,
+    seed: int = 0,
+    timeout_seconds: float = 600.0,
+) -> Verification:
+    """:func:`verify` of a model that is traced already, on the inputs of its trace: for several plans of one model."""
     _check(traced, plan)
     graph = in_double(traced.graph)
     plan = replace(plan, graph_fingerprint=graph.fingerprint)
@@ -116,11 +148,11 @@ def _check(traced: Traced, plan: Plan) -> None:
     check_fingerprint(plan, graph)
     if graph.loss is None:
         raise InputError(f"{graph.model} has no loss to verify: return one as .loss, or give loss_fn(outputs, inputs)")
-    random = random_operators(graph)
+    random = uncounted_operators(graph)
     if random:
         raise InputError(
             f"{graph.model} draws random numbers ({len(random)} operators, first {random[0]}), which differ from rank "
-            "to rank: set every dropout to 0, or use model.eval()"
+            "to rank: leave them out, or use model.eval() (plain dropout is verified, with the same numbers on both sides)"
         )
     for leaf in traced.example.tensors:
         if leaf.value.is_meta:
@@ -169,7 +201,7 @@ def _run_plain(
     args, kwargs = example.call(given)
     model.zero_grad()
     try:
-        with torch.enable_grad(), mode:
+        with torch.enable_grad(), mode, SameDropout(graph) as dropout:
             output = model(*args, **kwargs)
             leaves = dict(named_leaves(output))
             tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
@@ -181,6 +213,7 @@ def _run_plain(
             f"{graph.model} itself, without autopar, fails in float64 on these inputs: {type(error).__name__}: {error}; "
             "check their values, and that the model trains on one device"
         ) from error
+    dropout.check(graph)
     loss_before = loss.detach().clone()  # a result may be a parameter, which the optimizer's step changes
     outputs = {entry.path: leaves[entry.path].detach().clone() for entry in graph.outputs}
     parameters = {entry.name: model.get_parameter(entry.name) for entry in graph.parameters}
@@ -198,4 +231,5 @@ def _run_plain(
         parameters={name: parameter.detach() for name, parameter in parameters.items()},
         buffers={entry.name: _state(model, entry.name) for entry in graph.buffers},
         epsilon=epsilon,
+        statistics=frozenset(entry.name for entry in graph.buffers if entry.updated),
     )

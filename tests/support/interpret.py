@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from autopar.graph import BatchLiteral, DeviceArgument, Operator, OpGraph, Ref, TorchName
+from autopar.runtime.draws import Draws
+from autopar.runtime.random import whole_dropout
 
 
 def run_graph(graph: OpGraph, values: Mapping[str, torch.Tensor], batch: int | None = None) -> dict[str, torch.Tensor]:
@@ -55,6 +57,8 @@ def run_operator(
     function: Any = torch.ops
     for part in operator.target.split("."):
         function = getattr(function, part)
+    if operator.target == "aten.dropout.default" and args[1] and args[2]:
+        return [whole_dropout(args[0], args[1], operator.id, Draws())]
     if operator.target == "aten.batch_norm.default" and len(operator.outputs) == 3:
         args[3], args[4] = args[3].clone(), args[4].clone()
         return [function(*args, **kwargs), args[3], args[4]]

@@ -53,6 +53,7 @@ class Case:
     recompute: str = "none"
     zero: int = 0
     precision: str = "model"
+    dropout: float = 0.0  # of GPT-2
 
     @property
     def num_stages(self) -> int:
@@ -63,7 +64,8 @@ class Case:
         way = f"{self.axis}=2" if self.axis else f"2 stages {self.schedule}"
         zero = f" ZeRO-{self.zero}" if self.zero else ""
         types = "" if self.precision == "model" else f", {self.precision}"
-        return f"{self.family} {way}{zero}, {self.num_micro_batches} micro-batches, recompute {self.recompute}{types}"
+        drops = f", dropout {self.dropout}" if self.dropout else ""
+        return f"{self.family} {way}{zero}, {self.num_micro_batches} micro-batches, recompute {self.recompute}{types}{drops}"
 
 
 CASES = (
@@ -79,6 +81,11 @@ CASES = (
     Case("llama", schedule="1f1b", num_micro_batches=4),
     Case("gpt2", schedule="1f1b", num_micro_batches=4, recompute="full"),
     Case("llama", schedule="gpipe", num_micro_batches=4, recompute="selective"),
+)
+DROPOUT_CASES = (
+    Case("gpt2", "data", dropout=0.1),
+    Case("gpt2", "data", num_micro_batches=4, zero=2, recompute="selective", dropout=0.1),
+    Case("gpt2", "tensor", num_micro_batches=4, recompute="full", dropout=0.1),
 )
 MIXED_CASES = (
     Case("gpt2", "data", precision="bfloat16"),
@@ -126,16 +133,16 @@ def make_model(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model, with random parameters, and its batch: large enough for its tensors to dominate."""
     torch.manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE))
-    model = _gpt2() if case.family == "gpt2" else _llama()
+    model = _gpt2(case.dropout) if case.family == "gpt2" else _llama()
     return model.train(), {"input_ids": ids, "labels": ids.clone()}
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(dropout: float) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=LAYERS, n_embd=HIDDEN, n_head=4, vocab_size=VOCABULARY, n_positions=SEQUENCE, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+        n_layer=LAYERS, n_embd=HIDDEN, n_head=4, vocab_size=VOCABULARY, n_positions=SEQUENCE, resid_pdrop=dropout,
+        embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     return cast(nn.Module, GPT2LMHeadModel(config))
 

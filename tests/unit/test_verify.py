@@ -253,6 +253,22 @@ def test_a_gradient_of_zero_does_not_decide_the_step() -> None:
     verify(model, plan, inputs, loss_fn=loss_fn).require()
 
 
+def test_a_mean_of_zero_is_measured_by_the_other_statistics() -> None:
+    torch.manual_seed(0)
+    layers = nn.BatchNorm1d(8), nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 1)
+    model, inputs = nn.Sequential(*layers), (torch.randn(32, 8),)  # what the second norm sees has a mean of zero
+
+    def loss_fn(outputs: Tensor, given: Any) -> Tensor:
+        return outputs.exp().mean()
+
+    plan = plan_graph(trace(model, inputs, loss_fn=loss_fn).graph, Cluster.local(3), whole())
+    verify(model, plan, inputs, loss_fn=loss_fn).require()
+    means = {"first": torch.tensor([0.5, 1.0]), "second": torch.tensor([1e-18])}
+    expected = Expected(torch.tensor(1.0), {}, {}, {}, means, statistics=frozenset(means))
+    assert (expected.buffer_scale("first"), expected.buffer_scale("second")) == (1.0, 1e-3)
+    assert Expected(torch.tensor(1.0), {}, {}, {}, means).buffer_scale("second") == pytest.approx(1e-18)
+
+
 def mean(outputs: Tensor, given: Any) -> Tensor:
     return outputs.mean()
 
@@ -294,13 +310,14 @@ class Noisy(nn.Module):
 
     def __init__(self, chance: float) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
         self.chance = chance
         self.drop = nn.Dropout(chance)
 
     def forward(self, q: Tensor) -> Tensor:
         p = self.chance if self.training else 0.0
         h = nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=p)
-        return self.drop(h).norm(2, dim=-1).sum()
+        return self.drop(h * self.scale).norm(2, dim=-1).sum()
 
 
 def test_random_operators() -> None:
@@ -310,8 +327,16 @@ def test_random_operators() -> None:
         assert len(random_operators(graph)) == number
     graph = trace(Noisy(0.5), inputs).graph
     assert len(mode_dependent_operators(graph)) == 2
-    with pytest.raises(InputError, match=r"draws random numbers \(2 operators.*set every dropout to 0"):
-        verify(Noisy(0.5), make_plan(graph, Mesh((2,), ("data",))), inputs)
+    assert verify(Noisy(0.5), make_plan(graph, Mesh((2,), ("data",))), inputs).passed
+    shaken = nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.5), nn.Linear(4, 1))
+    alpha = trace(shaken, (torch.randn(2, 4),), loss_fn=lambda found, given: found.sum()).graph
+    with pytest.raises(InputError, match=r"draws random numbers \(1 operators.*leave them out"):
+        verify(
+            shaken,
+            make_plan(alpha, Mesh((2,), ("data",))),
+            (torch.randn(2, 4),),
+            loss_fn=lambda found, given: found.sum(),
+        )
     norm, _ = models.resnet(2)
     assert mode_dependent_operators(trace(norm, models.resnet(2)[1]).graph)
 

@@ -23,9 +23,9 @@ def test_local_shares_are_joined_for_inputs_that_the_program_wants_whole() -> No
         assert (batches.data_rank, batches.data_size) == (rank, 4)
         start, stop = [0, 2, 4, 6, 7][rank : rank + 2]
         given = {"x": x[start:stop], "target": target[start:stop]}
-        ((shares, batch),) = batches.micro_batches((), given, local=True)
-        assert batch == 7 and torch.equal(shares["x"], x[start:stop]) and torch.equal(shares["target"], target)
-        ((shares, _),) = batches.micro_batches((target, x), {}, local=False)
+        ((shares, batch, first),) = batches.micro_batches((), given, local=True)
+        assert (batch, first) == (7, 0) and torch.equal(shares["x"], x[start:stop]) and torch.equal(shares["target"], target)
+        ((shares, *_),) = batches.micro_batches((target, x), {}, local=False)
         assert torch.equal(shares["x"], x[start:stop]) and torch.equal(shares["target"], target)
 
     run_ranks(4, ranks)
