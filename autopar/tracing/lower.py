@@ -38,7 +38,7 @@ from autopar.tracing.capture import Capture
 from autopar.tracing.dropped_attention import dropped_attention
 from autopar.tracing.lowered import Lowered, Unknown, drop_dead
 from autopar.tracing.needs import Gradients
-from autopar.tracing.places import Place, View, read, write
+from autopar.tracing.places import Place, View, memory_of, read, write
 from autopar.tracing.selected import carried, put_back, unknown_result
 from autopar.tracing.source import line_of_trace, read_module_stack
 from autopar.tracing.targets import (
@@ -119,24 +119,24 @@ class _Lowering:
                 self.lowered.parameters.append(Parameter(name, state.names, trainable, master))
             else:
                 self.lowered.buffers.append(Buffer(name, state.names, state.persistent))
-            place = Place(name, _memory(fake))
+            place = Place(name, memory_of(fake))
             self._state_places.update(dict.fromkeys(state.names, place))
 
     def _placeholder(self, node: torch.fx.Node) -> Place:
         kind, target = self.capture.placeholders[node.name]
         if kind in ("PARAMETER", "BUFFER"):
             place = self._state_places[self.capture.rename(target)]
-            place.memory = _memory(node.meta["val"])
+            place.memory = memory_of(node.meta["val"])
             return place
         if kind == "CONSTANT_TENSOR":
-            return self._constant(self.capture.constants[target], _memory(node.meta["val"]))
+            return self._constant(self.capture.constants[target], memory_of(node.meta["val"]))
         if kind != "USER_INPUT":
             self.fail(f"uses {target or node.name}, a {kind.lower().replace('_', ' ')}, which autopar cannot trace")
         path = next(self.input_paths)
         value = path if path not in self.lowered.values else f"input.{path}"
         self._add_value(value, node.meta["val"], "input", False)
         self.lowered.inputs.append((value, path))
-        return Place(value, _memory(node.meta["val"]))
+        return Place(value, memory_of(node.meta["val"]))
 
     def _constant(self, tensor: torch.Tensor, memory: int) -> Place:
         """A tensor written in the model's code; equal small ones are one constant, so that repeated blocks are alike."""
@@ -183,7 +183,7 @@ class _Lowering:
         for part in str(node.target).split("."):
             owner = getattr(owner, part)
         if isinstance(owner, torch.Tensor):
-            return self._constant(owner, _memory(owner))
+            return self._constant(owner, memory_of(owner))
         return owner
 
     def _call(self, node: torch.fx.Node, env: _Env) -> Any:
@@ -219,7 +219,7 @@ class _Lowering:
             self.fail("keeps running statistics in instance norm; use track_running_stats=False")
         if name == "scaled_dot_product_attention" and argument_of(node, target, "dropout_p"):
             _, args, kwargs = self._spelled(node, target, env)
-            return Place(dropped_attention(self, args, kwargs), _memory(node.meta["val"]))
+            return Place(dropped_attention(self, args, kwargs), memory_of(node.meta["val"]))
         return self._plain(node, target, env)
 
     def _of_unknown(self, node: torch.fx.Node, target: Any, env: _Env, unknown: Unknown) -> Any:
@@ -229,7 +229,7 @@ class _Lowering:
             self._write(place, put_back(self, node, env, unknown) or self.fail(unknown.fact, unknown.line))
             return place
         found = carried(self, node, env, unknown)
-        return found if isinstance(found, Unknown) else Place(found, _memory(node.meta["val"]))
+        return found if isinstance(found, Unknown) else Place(found, memory_of(node.meta["val"]))
 
     def _region(self, node: torch.fx.Node, target: HigherOrderOperator, env: _Env) -> Any:
         """The body of a region without gradient, or under autocast, as if it stood here."""
@@ -257,25 +257,21 @@ class _Lowering:
             return None
         before, after = self.fakes[source.value], node.meta["val"]
         if name in SAME_TENSOR or (name in DROPOUTS and is_idle_dropout(node)):
-            self._aliases[_memory(after)] = source.root.memory  # torch hands the tensor on, its stand-in is another
+            self._aliases[memory_of(after)] = source.root.memory  # torch hands the tensor on, its stand-in is another
             return source
         if name == "lift_fresh_copy":
-            return Place(read(source, self.emit), _memory(after))
+            return Place(read(source, self.emit), memory_of(after))
         if name == "detach" and not self._wants_gradient(source):
             return source
         if name in CONVERSIONS and before.dtype == after.dtype and same_layout(before, after):
-            memory = _memory(after)
-            return (
-                source
-                if self._aliases.get(memory, memory) == source.root.memory
-                else Place(read(source, self.emit), memory)
-            )
+            shared = self._aliases.get(memory_of(after), memory_of(after)) == source.root.memory
+            return source if shared else Place(read(source, self.emit), memory_of(after))
         if name in CONVERSIONS and before.dtype != after.dtype:
             value = self.value_of(source)
             output = self.emit("aten.to.dtype", (Ref(value), TorchName(str(after.dtype))), {})[0]
-            return Place(output, _memory(after))
+            return Place(output, memory_of(after))
         if name == "clone" and same_layout(before, after):
-            return Place(read(source, self.emit), _memory(after))
+            return Place(read(source, self.emit), memory_of(after))
         return None
 
     def _wants_gradient(self, place: Place) -> bool:
@@ -315,7 +311,7 @@ class _Lowering:
     def _place(self, node: torch.fx.Node, env: _Env, view: View, value: str, fake: Any) -> Place | None:
         if not isinstance(fake, torch.Tensor):
             return None
-        memory = self._aliases.get(_memory(fake), _memory(fake))
+        memory = self._aliases.get(memory_of(fake), memory_of(fake))
         for position, item in enumerate(node.all_input_nodes):
             source = env.get(item)
             if isinstance(source, Place) and source.root.memory == memory:
@@ -331,7 +327,7 @@ class _Lowering:
         for item, fake in zip(pytree.tree_leaves(node.args[0]), node.meta["val"], strict=True):
             shape = tuple(fake.shape)
             value = self.emit("aten.expand.default", (Ref(self.value_of(env[item])), shape), {})[0]
-            places.append(Place(value, _memory(fake), env[item], View("aten.expand.default", (shape,), {})))
+            places.append(Place(value, memory_of(fake), env[item], View("aten.expand.default", (shape,), {})))
         return tuple(places)
 
     def _batch_norm(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Place:
@@ -342,7 +338,7 @@ class _Lowering:
         ids = self._record(str(target), args, kwargs, fakes, True)
         for place, value in zip(statistics, ids[1:], strict=True):
             self._write(place, value)
-        return Place(ids[0], _memory(node.meta["val"]))
+        return Place(ids[0], memory_of(node.meta["val"]))
 
     def _write_in_place(self, node: torch.fx.Node, target: OpOverload, env: _Env) -> Any:
         """Replace an in-place operator by its functional form, and let what shares the memory see the result."""
@@ -396,7 +392,7 @@ class _Lowering:
         ids = self._record(target, args, kwargs, outputs, several)
         for value, fake in zip(ids, outputs, strict=True):
             for ref in refs(args):
-                if _memory(self.fakes[ref.value]) == _memory(fake):
+                if memory_of(self.fakes[ref.value]) == memory_of(fake):
                     storage = self.lowered.values[ref.value].storage
                     self.lowered.values[value] = replace(self.lowered.values[value], storage=storage)
         return ids
@@ -499,7 +495,3 @@ class _Lowering:
     def fail(self, what: str, line: str = "") -> NoReturn:
         where = line or self._line() or "some point"
         raise TraceError(f"the model cannot be traced: at {where} it {what}")
-
-
-def _memory(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else 0

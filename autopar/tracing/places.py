@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from autopar.errors import TraceError
 from autopar.graph import Ref
 
@@ -43,6 +45,11 @@ class Place:
         self.root: Place = base.root if base is not None else self
         self.clock = 0
         self.seen = self.root.clock
+
+
+def memory_of(tensor: Any) -> int:
+    """Which memory a tensor has; 0 for what is no tensor."""
+    return int(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else 0
 
 
 def read(place: Place, emit: Emit) -> str:

@@ -206,6 +206,22 @@ def test_gradient_flows_along_values_that_need_one_and_reach_the_loss() -> None:
     assert not {"x", "scale", "frozen", "unused"} & found
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"total = {'a' * 40} + (({'b' * 60} + self.{'c' * 60}()) * self.{'d' * 60}())",  # brackets that only group
+        f"piece = {'a' * 40}[({'b' * 60} + {'c' * 60}) * {'d' * 60}]",  # an index
+        f"pair = (({'a' * 60} + {'b' * 60}) * {'c' * 60},)",  # a tuple of one
+        f"call({'a' * 60}, ({'b' * 60} + {'c' * 60}) * {'d' * 60}, [{'e' * 60}])",
+        f"call(({'a' * 60} + {'b' * 60}) * {'c' * 60})",
+    ],
+)
+def test_a_broken_line_says_the_same(code: str) -> None:
+    lines = text.line(code, 0)
+    assert len(lines) > 1
+    assert ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.parse(code))
+
+
 def test_long_lines_are_broken_between_brackets() -> None:
     code = f"x = F.linear({', '.join(f'argument_{at}' for at in range(12))}).view(1)"
     lines = text.line(code, 8)

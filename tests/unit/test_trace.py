@@ -209,6 +209,8 @@ class Writes(nn.Module):
         a.unbind(1)[1].fill_(2)
         fresh.chunk(4, dim=1)[2].mul_(3)
         fresh[:, ::2] += first[:, None]
+        same = torch.nn.functional.dropout(z, 0.0, True)  # hands its input on
+        same[0] += 1.0
         return (y + fresh + z.t() - shift).pow(2).mean()
 
 
