@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autopar import errors
 from autopar.codegen import generate
+from autopar.detection import gathered_cluster
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Input, OpGraph
 from autopar.initial import initial_values, meta_modules
@@ -32,7 +33,7 @@ from autopar.tracing.examples import Example, named_leaves
 
 if TYPE_CHECKING:
     from autopar.options import Parallelism, PlanOptions
-    from cost_models import Cluster
+    from cost_models import Cluster, Profile
 
 Result = TypeVar("Result")
 Given = ParamSpec("Given")
@@ -68,6 +69,7 @@ def parallelize(
     parallelism: Parallelism | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    profile: Profile | str | Path | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Parallel:
@@ -75,12 +77,13 @@ def parallelize(
 
     All processes call this together with the same model and ``example_inputs`` (the *global* batch; only shapes and
     dtypes count). Rank 0 plans, or gives its ``plan`` (a Plan or the path of a plan.json). ``cluster`` may be left
-    out on CPUs: it is then this machine. ``options``, ``parallelism``, ``batch_dims``, ``loss_fn``: as of
-    :func:`autopar.plan`.
+    out: it is then what the processes find on their hosts. ``options``, ``parallelism``, ``batch_dims``, ``loss_fn``,
+    ``profile``: as of :func:`autopar.plan`.
 
     Every rank gets the values that the model has on rank 0; only its own pieces are kept. Tensors on the meta device
     are initialised by the model's own code from ``seed``, the same for any plan, and the whole model is never on one
-    rank. The model itself is left as it is and may be deleted. ``device``: this rank's, by default its GPU where
+    rank. Dropout draws from ``seed``, the step and each element's place, the same numbers under any plan. The model
+    itself is left as it is and may be deleted. ``device``: this rank's, by default its GPU where
     there is one, else the CPU.
 
     Raises the same error on every rank: InputError (devices, inputs, a tensor on meta that cannot be initialised),
@@ -101,13 +104,15 @@ def parallelize(
         lambda: trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy)
     )
     ranks.same(traced.graph.fingerprint, "traced another model, or example inputs of other shapes")
+    if ranks.gather(plan is None and cluster is None)[0]:
+        cluster = gathered_cluster(ranks.gather, is_cpu(own_device))
     chosen = ranks.from_first(
-        lambda: _plan(traced.graph, ranks.size, plan, cluster, options, parallelism, is_cpu(own_device)),
+        lambda: _plan(traced.graph, ranks.size, plan, cluster, options, parallelism, profile),
         Plan.from_json,
     )
     source = ranks.together(lambda: generate(chosen, traced.graph))
     ranks.same(source, "wrote another program for the same plan")
-    engine = ranks.together(lambda: Engine(load_program(source), own_device))
+    engine = ranks.together(lambda: Engine(load_program(source), own_device, seed))
     _take_over(engine, model, seed, ranks)
     return Parallel(engine, chosen, traced, source)
 
@@ -149,6 +154,15 @@ class Parallel:
             output.value: found["loss" if output.value == graph.loss else output.path] for output in graph.outputs
         }
         return self._traced.outputs(values)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made so far: with the seed, what dropout draws from. Set it when a training goes on from a checkpoint."""
+        return self.engine.num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self.engine.num_steps = number
 
     def _bound(
         self, args: Sequence[Any], inputs: Mapping[str, Any], optional: Collection[str] = ()
@@ -360,30 +374,29 @@ def _plan(
     cluster: Cluster | None,
     options: PlanOptions | None,
     parallelism: Parallelism | None,
-    on_cpu: bool,
+    profile: Profile | str | Path | None,
 ) -> Plan:
     """The plan given, checked, or a new one for as many devices as there are ranks."""
     if given is not None:
-        if options is not None or parallelism is not None:
+        if options is not None or parallelism is not None or profile is not None:
             raise InputError(
-                "plan= is given together with options= or parallelism=, which are for making a plan: give one of them"
+                "plan= is given together with options=, parallelism= or profile=, which are for making a plan: give one of "
+                "them"
             )
         plan = given if isinstance(given, Plan) else Plan.load(given)
         check_fingerprint(plan, graph, "the plan given" if isinstance(given, Plan) else f"plan file {given}")
         _check_size("the plan", plan.num_devices, num_ranks)
         return plan
     from autopar.planner import (
+        loaded_profile,
         merged_options,
         plan_graph,
     )  # the solver is loaded by the rank that plans, for a plan only
-    from cost_models import Cluster
 
-    if cluster is None:
-        if not on_cpu:
-            raise InputError("cluster= is left out and the ranks run on GPUs: give the cluster, or device='cpu'")
-        cluster = Cluster.local(num_ranks)
+    assert cluster is not None, "without a plan there is a cluster"
     _check_size("the cluster", cluster.num_devices, num_ranks)
-    return plan_graph(graph, cluster, merged_options(options, parallelism))
+    measured = loaded_profile(profile, cluster)
+    return plan_graph(graph, cluster, merged_options(options, parallelism), profile=measured)
 
 
 def _check_size(what: str, num_devices: int, num_ranks: int) -> None:

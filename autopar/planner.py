@@ -10,12 +10,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autopar.costing import Costed
 from autopar.costing.operators import Role
+from autopar.detection import check_profile
 from autopar.errors import InputError
 from autopar.graph import OpGraph, check
 from autopar.mesh import Mesh, factorizations
@@ -30,7 +32,7 @@ from autopar.search.joint import JointSearch
 from autopar.search.space import Frame, Grid
 from autopar.search.stages import Solved
 from autopar.solver import Assignment, Limits, Problem, Status, solve
-from cost_models import Cluster, CostModel
+from cost_models import Cluster, CostModel, Profile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,16 +53,19 @@ def plan(
     parallelism: Parallelism | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    profile: Profile | str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The best plan found for training ``model`` on ``cluster``, with a proof of how good it is.
 
     ``example_inputs``: a tuple, a dict, or (tuple, dict) of tensors of the *global* batch; may be left out where the model
     has ``dummy_inputs``. The model may be on the meta device; nothing of it is run or changed. ``parallelism`` is short
-    for ``options=PlanOptions(parallelism=...)``.
+    for ``options=PlanOptions(parallelism=...)``. ``profile``: what :func:`autopar.profile` measured on the cluster, or its
+    file; costs are then those measured, where there are any.
 
-    Raises TraceError (the forward depends on data), InputError (inputs, options), InfeasibleError (no plan fits; the
-    message names the smallest memory and number of devices that would do).
+    Raises TraceError (the forward depends on data), InputError (inputs, options), ProfileError (the profile is damaged, or
+    of another machine), InfeasibleError (no plan fits; the message names the smallest memory and number of devices that
+    would do).
 
     >>> plan(model, Cluster.homogeneous(num_nodes=1, devices_per_node=8), {"input_ids": ids, "labels": ids})
     """
@@ -73,11 +78,21 @@ def plan(
         )
     chosen = merged_options(options, parallelism)
     check_degrees(cluster.num_devices, chosen)  # contradictions are found before the model is traced
+    measured = loaded_profile(profile, cluster)
     start = time.perf_counter()
     policy = PRECISIONS[chosen.precision]
     graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy).graph
     seconds = time.perf_counter() - start
-    return plan_graph(graph, cluster, chosen, progress=progress, tracing_seconds=seconds)
+    return plan_graph(graph, cluster, chosen, profile=measured, progress=progress, tracing_seconds=seconds)
+
+
+def loaded_profile(profile: Profile | str | Path | None, cluster: Cluster) -> Profile | None:
+    """The profile, read where it is a file. Raises ProfileError where it cannot be of the cluster."""
+    if profile is None:
+        return None
+    found = profile if isinstance(profile, Profile) else Profile.load(profile)
+    check_profile(found, cluster)
+    return found
 
 
 def merged_options(options: PlanOptions | None, parallelism: Parallelism | None) -> PlanOptions:
@@ -95,21 +110,23 @@ def plan_graph(
     cluster: Cluster,
     options: PlanOptions | None = None,
     *,
+    profile: Profile | None = None,
     progress: Progress | None = None,
     tracing_seconds: float = 0.0,
+    compare: bool = True,
 ) -> Plan:
-    """The best plan for a traced model; see :func:`plan`."""
+    """The best plan for a traced model; see :func:`plan`. ``compare``: with what people write by hand, for the report."""
     options = options or PlanOptions()
     check(graph)
     check_degrees(cluster.num_devices, options)
     check_micro_batches(graph, options)
     clock = Clock({"trace": tracing_seconds})
-    search = Search(graph, CostModel(cluster), options, clock, progress or (lambda message: None))
+    search = Search(graph, CostModel(cluster, profile), options, clock, progress or (lambda message: None))
     found = search.run()
     if found.best is None:
         raise infeasible(search)
     with clock.phase("alternatives"):
-        rivals = search.rivals()
+        rivals = search.rivals() if compare else {}
     best = replace(found.best, stages=named_axes(found.best.stages))
     frame = best.frame
     plan = Plan(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,19 +18,29 @@ if TYPE_CHECKING:
     from autopar.parallel import Parallel
 
 MAX_NORM = 1.0
+WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Loss and seconds of each step."""
+    """Loss and seconds of each step; of a parallel model also the seconds in it that clipping and the optimizer take, and the
+    most bytes that were allocated on a GPU at one time (None on CPUs)."""
 
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
+    clip_seconds: tuple[float, ...] = ()
+    optimizer_seconds: tuple[float, ...] = ()
+    peak_bytes: int | None = None
 
     @property
     def typical_seconds(self) -> float:
         """The median step, the first ones (warming up) left out."""
-        return statistics.median(self.step_seconds[2:] or self.step_seconds)
+        return typical(self.step_seconds)
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The median, the first two (warming up) left out."""
+    return statistics.median(seconds[WARM_UP_STEPS:] or seconds)
 
 
 def train_parallel(
@@ -41,16 +51,33 @@ def train_parallel(
 ) -> Trained:
     """Train with ``parallel.step``; ``each(step, loss, seconds)`` is called after every step."""
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=learning_rate)
+    clipping: list[float] = []
+    optimizing: list[float] = []
+    on_gpu = parallel.device.type == "cuda"
 
     def step(batch: Any) -> torch.Tensor:
         args, kwargs = _arguments(batch)
         loss: torch.Tensor = parallel.step(*args, **kwargs)
+        marks = [_now(on_gpu)]
         parallel.clip_grad_norm_(MAX_NORM)
+        marks.append(_now(on_gpu))
         optimizer.step()
         optimizer.zero_grad()
+        marks.append(_now(on_gpu))
+        clipping.append(marks[1] - marks[0])
+        optimizing.append(marks[2] - marks[1])
         return loss
 
-    return _measured(step, batches, each)
+    found = _measured(step, batches, each)
+    peak = torch.cuda.max_memory_allocated(parallel.device) if on_gpu else None
+    return replace(found, clip_seconds=tuple(clipping), optimizer_seconds=tuple(optimizing), peak_bytes=peak)
+
+
+def _now(on_gpu: bool) -> float:
+    """The time when all that was asked for is done."""
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def train_plain(

@@ -1,7 +1,7 @@
 """Prices on a cluster: seconds of operators and collectives, bytes of training. In the order in which data flows.
 
-``Device``, ``Link`` (parts) -> the catalogue -> ``Node``, ``Cluster`` (hardware) -> compute, collectives, memory ->
-``CostModel``. Needs the standard library and numpy only.
+``Device``, ``Link`` (parts) -> the catalogue -> ``Node``, ``Cluster`` (hardware) -> compute, collectives, memory, and what
+was measured (measurements -> ``Profile`` -> measured) -> ``CostModel``. Needs the standard library and numpy only.
 """
 
 from cost_models.catalogue import DEVICES, LINKS, find_device, find_link
@@ -15,8 +15,10 @@ from cost_models.collectives import (
     collective_seconds,
 )
 from cost_models.compute import OPERATOR_KINDS, OperatorKind, operator_seconds
-from cost_models.errors import ClusterError
+from cost_models.errors import ClusterError, ProfileError
 from cost_models.hardware import Cluster, Node
+from cost_models.measured import provenance_of
+from cost_models.measurements import Context, Curve, Machine, OperatorEntry, Overlap, Point, Run
 from cost_models.memory import (
     OPTIMIZERS,
     OptimizerStates,
@@ -31,6 +33,7 @@ from cost_models.memory import (
 )
 from cost_models.model import CostModel
 from cost_models.parts import Device, DeviceKind, Link
+from cost_models.profile import Profile, groups_key
 from cost_models.schedule import (
     Hops,
     Simulation,
@@ -61,15 +64,24 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "CollectiveKind",
+    "Context",
     "CostModel",
+    "Curve",
     "Device",
     "DeviceKind",
     "Hops",
     "Line",
     "Link",
+    "Machine",
     "Node",
+    "OperatorEntry",
     "OperatorKind",
     "OptimizerStates",
+    "Overlap",
+    "Point",
+    "Profile",
+    "ProfileError",
+    "Run",
     "Simulation",
     "Span",
     "StageTimes",
@@ -81,6 +93,7 @@ __all__ = [
     "find_link",
     "find_optimizer",
     "gradient_bytes",
+    "groups_key",
     "in_flight",
     "lower_bound_seconds",
     "operator_seconds",
@@ -89,6 +102,7 @@ __all__ = [
     "parameter_bytes",
     "placement",
     "problem_with",
+    "provenance_of",
     "rounded_bytes",
     "shard_elements",
     "simulate",

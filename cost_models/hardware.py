@@ -13,10 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
+from cost_models import detection
 from cost_models.catalogue import find_device, find_link
 from cost_models.cluster_json import cluster_to_json, parse_cluster
 from cost_models.errors import ClusterError
+from cost_models.nvml import detected_gpus
 from cost_models.parts import Device, Link, check_text, whole_number
 
 
@@ -96,26 +99,63 @@ class Cluster:
         return cls((node,) * count, between, name or f"{count} x {node.num_devices} {node.device.name}")
 
     @classmethod
-    def local(cls, num_devices: int = 4, *, memory_bytes: int | None = None, num_cores: int | None = None) -> Cluster:
-        """This machine: ``num_devices`` CPU processes that talk over loopback (gloo).
+    def local(
+        cls,
+        num_devices: int = 4,
+        *,
+        kind: Literal["cpu", "cuda"] | None = None,
+        memory_bytes: int | None = None,
+        num_cores: int | None = None,
+        measure: bool = False,
+    ) -> Cluster:
+        """This machine: ``num_devices`` of its GPUs where it has as many, else CPU processes that talk over loopback (gloo).
 
-        Each is the catalogue's ``CPU-core``. Memory is the machine's (or container's), divided among the processes.
-        More processes than cores share them: their rates fall and the steps of the loopback slow down in proportion.
+        GPUs are as NVML describes them (package nvidia-ml-py), joined by the NVLink or PCIe that it finds. A CPU process is
+        the catalogue's ``CPU-core``; memory is the machine's (or container's), divided among the processes. More processes
+        than cores share them: their rates fall and the steps of the loopback slow down in proportion.
 
         Args:
-            num_devices: processes.
+            num_devices: GPUs or processes.
+            kind: ``cpu`` for processes in any case, ``cuda`` for GPUs or an error.
             memory_bytes: of the whole machine; read from the operating system if left out.
             num_cores: of the whole machine; read from the operating system if left out.
+            measure: measure the memory's bandwidth (half a second) in place of the catalogue's figure.
 
         Raises:
-            ClusterError: the memory cannot be read here, or a number is below 1.
+            ClusterError: the memory cannot be read here, there are fewer GPUs, or a number is below 1.
         """
         count = whole_number("local cluster", "num_devices", num_devices)
+        if kind not in (None, "cpu", "cuda"):
+            raise ClusterError(f"local cluster: kind is {kind!r}; give 'cpu', 'cuda' or nothing")
+        described = memory_bytes is not None or num_cores is not None
+        gpus = detected_gpus() if kind == "cuda" or (kind is None and not described) else None
+        if gpus is not None and gpus.count >= count:
+            between = detection.network_link() or find_link("Ethernet-10G")
+            return cls((Node(gpus.device, count, gpus.link),), between, f"this machine, {count} GPUs")
+        if kind == "cuda":
+            raise ClusterError(
+                f"this machine has {gpus.count if gpus else 0} GPUs that NVML knows and {count} are wanted: install "
+                "nvidia-ml-py, or describe the cluster (Cluster.homogeneous)"
+            )
+        return cls._of_processes(count, memory_bytes, num_cores, measure)
+
+    @classmethod
+    def _of_processes(cls, count: int, memory_bytes: int | None, num_cores: int | None, measure: bool) -> Cluster:
+        """CPU processes of this machine."""
         total = (
-            _machine_memory_bytes() if memory_bytes is None else whole_number("machine", "memory_bytes", memory_bytes)
+            detection.memory_bytes() if memory_bytes is None else whole_number("machine", "memory_bytes", memory_bytes)
         )
-        cores = (os.cpu_count() or 1) if num_cores is None else whole_number("machine", "num_cores", num_cores)
+        if total is None:
+            raise ClusterError("cannot read this machine's memory from /proc/meminfo; pass memory_bytes=")
+        cores = detection.num_cores() if num_cores is None else whole_number("machine", "num_cores", num_cores)
         core, loopback = find_device("CPU-core"), find_link("Loopback")
+        if measure:
+            bandwidth = detection.memory_bandwidth_bytes_per_second()
+            core = replace(
+                core,
+                memory_bandwidth_bytes_per_second=bandwidth,
+                source=f"{core.source}; memory bandwidth measured here",
+            )
         crowd = max(1.0, count / cores)
         device = replace(
             core,
@@ -199,16 +239,3 @@ class Cluster:
             ClusterError: the rank is outside of the cluster.
         """
         return self.nodes[self.node_of(rank)].device
-
-
-def _machine_memory_bytes() -> int:
-    """Physical memory, or the container's limit where that is lower (cgroup v2)."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError) as error:
-        raise ClusterError(f"cannot read this machine's memory ({error}); pass memory_bytes=") from error
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        limit = "max"
-    return min(total, int(limit)) if limit.isdigit() else total

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from autopar.costing.conversions import Conversions, FloatArray
+from autopar.costing.measured import measured_seconds
 from autopar.costing.prepare import Prepared
 from autopar.graph import ITEM_BYTES, Operator
 from autopar.layout import PARTIAL, REPLICATED, Layout
@@ -77,6 +78,9 @@ def operator_table(
     outputs = [value for value in operator.outputs if value]
     moved = _local_bytes(operator, prepared, conversions, columns_in, columns_out)
     ahead, back = _compute_seconds(operator, prepared, signature, conversions, moved, shares)
+    if conversions.cost_model.operators is not None:
+        columns = columns_in, columns_out
+        ahead, back = measured_seconds(operator, prepared, signature, conversions, columns, (ahead, back))
     exchanged = _exchange_seconds(operator, prepared, signature, conversions, found)
     differentiated = any(value in prepared.gradient for value in outputs)
     work = (signature.flops + (signature.backward_flops if differentiated else 0.0)) if signature else 0.0
@@ -222,7 +226,7 @@ def _worth_offering(
         added = sum(state is PARTIAL for state in choice.inputs) > 1
         return signature.kind not in HEAVY and (added or len(alike) > 1)
     summed_once = any(prepared.num_conversions(value) > 1 for value in operator.outputs if value)
-    return signature.kind not in HEAVY and (summed_once or operator.id in prepared.of_parameters)
+    return operator.id in prepared.of_parameters or (signature.kind not in HEAVY and summed_once)
 
 
 def _num_split(strategy: Strategy) -> int:

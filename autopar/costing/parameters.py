@@ -85,7 +85,9 @@ def parameter_table(
         stored = list(_storages(value, use, conversions, roles, zero, num_micro_batches)) if trainable else []
         choices.extend(stored or [ParameterChoice(use, _resting(use), 0)])
     parts, transient = _bytes(value, choices, trainable, conversions, optimizer, master)
-    each, once, optimizing = _seconds(value, choices, trainable, conversions, parts, kept_for_backward, master)
+    each, once, optimizing = _seconds(
+        value, choices, trainable, conversions, parts, kept_for_backward, master, optimizer
+    )
     if trainable and master:
         cast_each, cast_once = _cast_seconds(value, choices, conversions, kept_for_backward, master)
         each, once = each + cast_each, once + cast_once
@@ -132,7 +134,9 @@ def _sharded(value: Value, use: Layout, axes: Sequence[int], conversions: Conver
     A dim that the use cuts can only be cut further by later axes: the gather must join the innermost pieces.
     """
     sizes = conversions.mesh.shape
-    cut_by = {dim: [a for a, s in enumerate(use) if isinstance(s, Shard) and s.dim == dim] for dim in range(len(value.shape))}
+    cut_by = {
+        dim: [a for a, s in enumerate(use) if isinstance(s, Shard) and s.dim == dim] for dim in range(len(value.shape))
+    }
     for dim, earlier in sorted(cut_by.items(), key=lambda item: bool(item[1])):
         added = Shard(dim, Cut.plain(value.shape[dim]))
         nests = not earlier or (max(earlier) < min(axes) and all(use[axis] == added for axis in earlier))
@@ -187,6 +191,7 @@ def _seconds(
     parts: FloatArray,
     kept_for_backward: bool,
     master: str | None,
+    optimizer: str,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Seconds by choice, for each micro-batch and once a step, and the optimizer's part of the latter."""
     if not trainable:
@@ -194,7 +199,9 @@ def _seconds(
     zero = _levels(choices)
     stored, _, _, states = parts
     moved = 2 * states + 3 * stored
-    optimizing = conversions.cost_model.compute_seconds(0.0, moved, value.dtype, "memory", **conversions.where)
+    optimizing = conversions.cost_model.optimizer_seconds(
+        optimizer, stored, moved, master or value.dtype, **conversions.where
+    )
     gathering, reducing = _storage_seconds(value, choices, conversions, master or value.dtype)
     each = np.where(zero >= 2, reducing, 0.0) + np.where(zero == 3, gathering * (1 + kept_for_backward), 0.0)
     once = optimizing + np.where(zero < 2, reducing, 0.0) + np.where(zero < 3, gathering, 0.0)

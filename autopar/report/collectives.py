@@ -19,7 +19,7 @@ from autopar.graph import OpGraph
 from autopar.plans import Plan
 from autopar.report.summary import axis_links, links_of
 from autopar.report.views import View
-from cost_models import AxisCost, Cluster, axis_cost
+from cost_models import AxisCost, Cluster, provenance_of
 
 
 def collectives_json(
@@ -41,6 +41,7 @@ def collectives_json(
             "num_bytes": entry.num_bytes,
             "count": entry.count,
             "seconds": seconds,
+            "provenance": provenance_of(priced.cost(entry), entry.kind),
             "stages": [],
         }
         found.setdefault(key, described)["stages"].append(entry.stage)
@@ -85,15 +86,18 @@ class _Priced:
 
     def seconds(self, entry: Entry) -> float:
         """Seconds of all collectives of one entry."""
-        if entry.axis == STAGES:
-            cost = self._stages(entry)[0]
-        else:
-            view = self.views[entry.stage]
-            cost = view.costed.conversions.axes[view.mesh.names.index(entry.axis)]
-            if entry.phase == "gradient" and entry.kind == "all_reduce":
-                buckets = entry.count * entry.num_bytes / BUCKET_BYTES
-                return buckets * float(cost.seconds("all_reduce", float(BUCKET_BYTES)))
+        cost = self.cost(entry)
+        if entry.axis != STAGES and entry.phase == "gradient" and entry.kind == "all_reduce":
+            buckets = entry.count * entry.num_bytes / BUCKET_BYTES
+            return buckets * float(cost.seconds("all_reduce", float(BUCKET_BYTES)))
         return entry.count * float(cost.seconds(entry.kind, float(entry.num_bytes)))  # type: ignore[arg-type]
+
+    def cost(self, entry: Entry) -> AxisCost:
+        """What prices an entry."""
+        if entry.axis == STAGES:
+            return self._stages(entry)[0]
+        view = self.views[entry.stage]
+        return view.costed.conversions.axes[view.mesh.names.index(entry.axis)]
 
     def _stages(self, entry: Entry) -> tuple[AxisCost, list[str]]:
         """What stages send one another: a stage to its neighbour, or all that have a parameter, or every pipeline rank."""
@@ -105,7 +109,10 @@ class _Priced:
             firsts = tuple(dict.fromkeys(view.first_device for view in holders))
         if firsts not in self._between:
             groups = [[first + place for first in firsts] for place in range(self.views[0].mesh.num_devices)]
-            self._between[firsts] = (axis_cost(self.cluster, groups), links_of(self.cluster, groups))
+            self._between[firsts] = (
+                self.views[0].costed.conversions.cost_model.groups(groups),
+                links_of(self.cluster, groups),
+            )
         return self._between[firsts]
 
 

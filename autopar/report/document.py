@@ -9,13 +9,14 @@ from typing import Any
 from autopar.graph import OpGraph
 from autopar.options import PlanOptions
 from autopar.plans import Plan
+from autopar.report.basis import basis_json
 from autopar.report.collectives import collectives_json, hop_links
 from autopar.report.entries import fallback_entries, operator_entries, parameter_entries
 from autopar.report.neighbours import neighbours_json
 from autopar.report.schema import SCHEMA_VERSION
 from autopar.report.search import by_hand_json, chosen, solver_json
 from autopar.report.stages import predicted_json, stages_json
-from autopar.report.summary import cluster_json, mesh_json, model_json, warnings_of, work_json
+from autopar.report.summary import cluster_json, main_dtype, mesh_json, model_json, warnings_of, work_json
 from autopar.report.timeline import timeline_json
 from autopar.report.views import View, canonical_names, views
 from autopar.search.evaluate import Evaluated
@@ -41,6 +42,15 @@ def details(
     work = work_json(shown, plan.batch_size / plan.micro_batch_size, best.step_seconds, graph, cluster)
     predicted = predicted_json(shown, step, best.step_seconds, graph.batch_size, work)
     solver = solver_json(found, shown)
+    operators, collectives = (
+        operator_entries(shown, canonical),
+        collectives_json(plan, graph, shown, cluster, canonical),
+    )
+    model = shown[0].costed.conversions.cost_model
+    basis = basis_json(
+        model, operators, collectives["entries"], predicted["breakdown"], options.optimizer, main_dtype(graph)
+    )
+    predicted = {**predicted, "provenance": basis["step_seconds"]["provenance"], "basis": basis}
     return {
         "schema_version": SCHEMA_VERSION,
         "model": model_json(graph, work["model_flops"]),
@@ -49,9 +59,9 @@ def details(
         "mesh": mesh_json(shown, cluster),
         "schedule": _schedule(plan, shown, num_ranks, predicted["bubble_fraction"], cluster),
         "stages": stages_json(shown, graph, best.hops),
-        "operators": operator_entries(shown, canonical),
+        "operators": operators,
         "parameters": parameter_entries(shown, canonical),
-        "collectives": collectives_json(plan, graph, shown, cluster, canonical),
+        "collectives": collectives,
         "predicted": {**predicted, "timeline": timeline_json(step, plan.num_micro_batches)},
         "solver": solver,
         "alternatives": {"by_hand": by_hand_json(rivals, best.step_seconds), "neighbours": neighbours_json(found)},

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.costing.kept import ALWAYS
+from autopar.costing.measured import provenance_of_call
 from autopar.graph import Operator, OpGraph
 from autopar.layout import PARTIAL, Layout, Shard, layout_text
 from autopar.report.views import View
@@ -70,12 +71,21 @@ def _operator(view: View, name: str) -> Entry:
         "splits": axis_words(table.strategies[choice], signature, view.mesh.names),
         "inputs": layouts_json(plan.inputs),
         "outputs": layouts_json(plan.outputs),
+        "provenance": _provenance(view, name),
         "compute_seconds": compute,
         "exchange_seconds": view.seconds(name) - compute,
         "conversion_seconds": view.incoming_seconds[view.node(name)],
         "device_flops": count * float(table.flops[choice]),
         "saved_bytes": _saved_bytes(view, operator),
     }
+
+
+def _provenance(view: View, name: str) -> str:
+    """How an operator's compute seconds were come by."""
+    costed, table = view.costed, view.operator_table(name)
+    operator = costed.prepared.graph.operator_of[costed.prepared.name(view.names.get(name, name))]
+    columns = table.inputs, table.outputs
+    return provenance_of_call(operator, costed.prepared, costed.conversions, columns, view.choice(name))
 
 
 def _saved_bytes(view: View, operator: Operator) -> float:

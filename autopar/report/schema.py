@@ -9,7 +9,7 @@ from typing import Any
 
 from cost_models import SCHEDULES
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Schema = dict[str, Any]
 
@@ -54,6 +54,7 @@ STATUS: Schema = {"enum": ["OPTIMAL", "FEASIBLE", "INFEASIBLE", "TIMED_OUT", "ER
 MODE: Schema = {"enum": ["none", "selective", "full"]}
 SCHEDULE_KIND: Schema = {"enum": list(SCHEDULES)}
 PHASE: Schema = {"enum": ["forward", "backward", "recompute", "gradient", "parameter"]}
+PROVENANCE: Schema = {"enum": ["measured", "corrected", "estimated"]}
 COLLECTIVE: Schema = {"enum": ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]}
 
 MODEL = _object(
@@ -161,6 +162,7 @@ OPERATOR = _object(
     splits=_map(TEXT),
     inputs=_list(LAYOUT),
     outputs=_list(LAYOUT),
+    provenance=PROVENANCE,
     compute_seconds=AMOUNT,
     exchange_seconds=NUMBER,
     conversion_seconds=AMOUNT,
@@ -198,6 +200,7 @@ COLLECTIVES = _object(
             num_bytes=COUNT,
             count=POSITIVE,
             seconds=AMOUNT,
+            provenance=PROVENANCE,
             stages=STAGE_NUMBERS,
         )
     ),
@@ -210,8 +213,21 @@ TIMELINE = _object(
     legend=_map(TEXT),
     ranks=_list(_object(pipeline_rank=COUNT, busy_seconds=AMOUNT, chart=TEXT, spans=_list(SPAN))),
 )
+# How much of the seconds is measured, corrected by what was measured of their kind, or estimated; what most of them are;
+# the mean absolute error of steps predicted so, as a fraction.
+BASIS = _object(provenance=PROVENANCE, shares=_map(SHARE), expected_error=AMOUNT)
 PREDICTED = _object(
-    provenance={"enum": ["estimated", "measured"]},
+    provenance=PROVENANCE,
+    basis=_object(
+        profile=_or_null(FINGERPRINT),
+        correction=AMOUNT,
+        step_seconds=BASIS,
+        kinds={
+            "type": "object",
+            "properties": dict.fromkeys(KINDS_OF_SECONDS, BASIS),
+            "additionalProperties": False,
+        },
+    ),
     step_seconds=AMOUNT,
     samples_per_second=_or_null(AMOUNT),
     breakdown=_object(**KINDS_OF_SECONDS, idle_seconds=AMOUNT),

@@ -104,7 +104,6 @@ def predicted_json(
     available = {rank: math.fsum(v.candidate.available_bytes for v in views if v.rank == rank) for rank in ranks}
     fullest = max(ranks, key=lambda rank: memory[rank].total / available[rank])
     return {
-        "provenance": "estimated",
         "step_seconds": step_seconds,
         "samples_per_second": batch_size / step_seconds if step_seconds > 0 else None,
         "breakdown": {**mean, "idle_seconds": idle if idle > 1e-9 * step_seconds else 0.0},

@@ -197,20 +197,32 @@ def _plain(layout: str) -> str:
 def _prediction(report: Report) -> Iterable[str]:
     predicted = report["predicted"]
     step, mfu = predicted["step_seconds"], predicted["mfu"]
+    basis = predicted["basis"]
     yield (
-        f"predicted step  {seconds_text(step)} ({predicted['provenance']}), "
+        f"predicted step  {seconds_text(step)} ({basis_words(basis['step_seconds'])}), "
         f"{percent_text(mfu['value'])} of the peak in {mfu['dtype']}"
     )
+    if basis["correction"] != 1.0:
+        yield f"  corrected by {basis['correction']:.3f}, which runs took over their prediction"
     rows = [
         (
             words,
             seconds_text(predicted["breakdown"][kind]),
             percent_text(predicted["breakdown"][kind] / step if step else 0),
+            basis_words(basis["kinds"][kind]) if kind in basis["kinds"] else "",
         )
         for kind, words in _SECONDS.items()
         if abs(predicted["breakdown"][kind]) > 1e-9 * step
     ]
     yield from table(rows)
+
+
+def basis_words(basis: Mapping[str, Any]) -> str:
+    """``97% measured, to within about 15%``: what seconds rest on."""
+    shares = basis["shares"]
+    most = basis["provenance"]
+    part = "" if shares[most] > 0.995 else f"{shares[most]:.0%} "
+    return f"{part}{most}, to within about {basis['expected_error']:.0%}"
 
 
 def _memory(report: Report) -> Iterable[str]:

@@ -43,6 +43,7 @@ from cost_models import CostModel
 
 DIVE = 40  # refinements after which the most promising frame is evaluated: a plan in hand closes many others
 DEEPER = 0.7  # what is priced already promises that much more, so that the search gets to a plan before it widens
+MEASURED_GAIN = 0.5  # of a sample's measured time, to which smaller micro-batches are taken to bring it at the very best
 GROWTH = 1.12  # expected of the seconds of all micro-batches when there are twice as many
 ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
@@ -345,9 +346,14 @@ class JointSearch:
 
     def _grid_bound(self, frame: Frame) -> float:
         """A bound of a frame from what is known of its grid's larger micro-batches: no smaller one takes less a sample, as
-        twice the work never takes more than twice the time under the cost model."""
+        twice the work never takes more than twice the time under the cost model. What was measured may, in smaller caches."""
         count = frame.num_micro_batches
-        per_step = max(each * fewer for fewer, each in self._each[frame.grid] if fewer <= count)
+        smaller = MEASURED_GAIN if self.cost_model.profile is not None else 1.0
+        per_step = max(
+            each * fewer * (1.0 if fewer == count else smaller)
+            for fewer, each in self._each[frame.grid]
+            if fewer <= count
+        )
         return _grid_bound(frame, per_step / count)
 
     def _hop_seconds(self, frame: Frame) -> float:

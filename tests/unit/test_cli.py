@@ -135,7 +135,7 @@ def test_report_without_a_plan_is_wrong_usage(capsys: pytest.CaptureFixture[str]
 
 def test_commands_offered_are_those_that_work() -> None:
     (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
-    assert set(commands.choices) == {"plan", "report", "run", "verify", "demo"}
+    assert set(commands.choices) == {"plan", "report", "profile", "run", "verify", "validate", "demo"}
 
 
 def test_help_and_version_load_neither_torch_nor_the_solver() -> None:

@@ -162,7 +162,7 @@ def test_devices_and_processes_must_agree() -> None:
     plan = make_plan(graph, Mesh((2,), ("data",)))
     with pytest.raises(InputError, match="the plan has 2 devices and there is one process"):
         parallelize(model, plan=plan, **given)
-    with pytest.raises(InputError, match="plan= is given together with options= or parallelism="):
+    with pytest.raises(InputError, match="plan= is given together with options=, parallelism= or profile="):
         parallelize(model, plan=plan, parallelism=Parallelism(data=1), **given)
     with pytest.raises(PlanFileError, match="made for another model"):
         parallelize(models.mlp(8)[0], example_inputs=models.mlp(8)[1], loss_fn=models.cross_entropy, plan=plan)
