@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from autopar.parallel import parallelize
     from autopar.planner import plan
     from autopar.plans import Plan
+    from autopar.prober import probe_rule, prove_rule
+    from autopar.profiler import profile
     from autopar.runtime.errors import ProgramError
     from autopar.strategies import register_rule
     from autopar.tracing import trace
     from autopar.verifier import verify
-    from cost_models import Cluster, ClusterError
+    from cost_models import Cluster, ClusterError, Profile, ProfileError
 
 __all__ = [
     "AutoparError",
@@ -36,12 +38,17 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "PlanOptions",
+    "Profile",
+    "ProfileError",
     "ProgramError",
     "RuleError",
     "TraceError",
     "__version__",
     "parallelize",
     "plan",
+    "profile",
+    "probe_rule",
+    "prove_rule",
     "register_rule",
     "trace",
     "verify",
@@ -53,11 +60,13 @@ _HOMES = {
     "autopar.parallel": ("parallelize",),
     "autopar.planner": ("plan",),
     "autopar.plans": ("Plan",),
+    "autopar.prober": ("probe_rule", "prove_rule"),
+    "autopar.profiler": ("profile",),
     "autopar.runtime.errors": ("ProgramError",),
     "autopar.strategies": ("register_rule",),
     "autopar.tracing": ("trace",),
     "autopar.verifier": ("verify",),
-    "cost_models": ("Cluster", "ClusterError"),
+    "cost_models": ("Cluster", "ClusterError", "Profile", "ProfileError"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

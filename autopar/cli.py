@@ -1,7 +1,7 @@
 """The command line: parse, call, print. What a command does is elsewhere.
 
-``autopar plan | report | run | verify | demo``. Exit codes: 0 done, 1 something is wrong (one message on stderr, no
-traceback; also when a comparison fails), 2 wrong usage.
+``autopar plan | report | profile | run | verify | validate | demo``. Exit codes: 0 done, 1 something is wrong (one message
+on stderr, no traceback; also when a comparison fails), 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InputError
 from autopar.options import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, Parallelism, PlanOptions
-from cost_models import SCHEDULES, ClusterError
+from cost_models import SCHEDULES, ClusterError, Profile
 
 if TYPE_CHECKING:
     from autopar.plans import Plan
     from autopar.references import ModelSource
+    from autopar.training import Trained
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -76,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_plan, _add_report, _add_run, _add_verify, _add_demo):
+    for add in (_add_plan, _add_report, _add_profile, _add_run, _add_verify, _add_validate, _add_demo):
         add(commands)
     return top
 
@@ -87,6 +89,7 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
     plan.add_argument("--json", action="store_true", help="print the report as JSON")
     _add_planning(plan, "local:4")
+    _add_profile_option(plan)
     plan.set_defaults(command=plan_command)
 
 
@@ -100,6 +103,30 @@ def _add_report(commands: Commands) -> None:
     report.set_defaults(command=report_command)
 
 
+def _add_profile(commands: Commands) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure what plans cost on this machine",
+        description="Measure the operators, collectives and optimizer steps that the plans of a model need. Started by "
+        "torchrun it is one of the processes; otherwise it starts them on this machine.",
+    )
+    profile.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    profile.add_argument(
+        "--out",
+        metavar="PROFILE.json",
+        default="profile.json",
+        help="the profile; what it has already is not measured again (default profile.json)",
+    )
+    profile.add_argument(
+        "--budget", type=float, default=120.0, metavar="SECONDS", help="for all measurements (default 120)"
+    )
+    profile.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="of one collective (default 60)"
+    )
+    _add_planning(profile, "local:2")
+    profile.set_defaults(command=profile_command)
+
+
 def _add_run(commands: Commands) -> None:
     run = commands.add_parser(
         "run",
@@ -111,7 +138,12 @@ def _add_run(commands: Commands) -> None:
     run.add_argument("plan", metavar="PLAN.json", nargs="?", help="the plan to run; without it the model is planned")
     run.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to train (default 10)")
     run.add_argument("--learning-rate", type=float, default=1e-3, metavar="RATE", help="of AdamW (default 1e-3)")
+    run.add_argument("--out", metavar="RUN.json", help="write what was predicted beside what was measured")
+    run.add_argument(
+        "--update", metavar="PROFILE.json", help="have this profile learn from the difference, for later predictions"
+    )
     _add_planning(run, "local:2")
+    _add_profile_option(run)
     run.set_defaults(command=run_command)
 
 
@@ -128,7 +160,26 @@ def _add_verify(commands: Commands) -> None:
     )
     verify.add_argument("--processes", action="store_true", help="use real processes (gloo) instead of simulated ranks")
     _add_planning(verify, "local:4")
+    _add_profile_option(verify)
     verify.set_defaults(command=verify_command)
+
+
+def _add_validate(commands: Commands) -> None:
+    validate = commands.add_parser(
+        "validate",
+        help="predict published runs",
+        description="Predict runs that others published and compare with what they measured. No GPU is needed.",
+    )
+    validate.add_argument(
+        "--runs", metavar="FILE.csv", action="append", required=True, help="a file of runs; may be repeated"
+    )
+    validate.add_argument(
+        "--json", metavar="OUT", help="write the figures and every run as JSON; - for standard output alone"
+    )
+    validate.add_argument(
+        "--held-out", action="store_true", help="only rows that the cost models' constants were not fitted on"
+    )
+    validate.set_defaults(command=validate_command)
 
 
 def _add_demo(commands: Commands) -> None:
@@ -169,6 +220,12 @@ def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
     options.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose states count (default adamw)")
     options.add_argument("--precision", choices=tuple(PRECISIONS), default="model", help=PRECISION_HELP)
     options.add_argument("--time-limit", type=float, metavar="SECONDS", help="end the search with the best found")
+
+
+def _add_profile_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--profile", metavar="PROFILE.json", help="costs that 'autopar profile' measured on the cluster"
+    )
 
 
 def _positive(text: str) -> int:
@@ -218,7 +275,15 @@ def _planned(parsed: argparse.Namespace, source: ModelSource) -> Plan:
     options, cluster = _options(parsed), load_cluster(parsed.cluster)
     with progress() as say:
         say("tracing the model")
-        return plan(source.model, cluster, source.example_inputs, options=options, loss_fn=source.loss_fn, progress=say)
+        return plan(
+            source.model,
+            cluster,
+            source.example_inputs,
+            options=options,
+            loss_fn=source.loss_fn,
+            profile=parsed.profile,
+            progress=say,
+        )
 
 
 def _given_plan(parsed: argparse.Namespace, source: ModelSource) -> Plan:
@@ -260,6 +325,31 @@ def report_command(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def profile_command(parsed: argparse.Namespace) -> int:
+    """``autopar profile``: one of torchrun's processes, or the parent that starts them."""
+    from autopar.launching import own_rank
+    from autopar.profiler import profile
+    from autopar.references import load_cluster, load_model
+
+    rank = own_rank()
+    source = load_model(parsed.model)
+    with progress() as say:
+        found = profile(
+            source.model,
+            None if rank is not None and parsed.cluster.startswith("local") else load_cluster(parsed.cluster),
+            source.example_inputs,
+            path=parsed.out,
+            options=_options(parsed),
+            budget_seconds=parsed.budget,
+            timeout_seconds=parsed.timeout,
+            loss_fn=source.loss_fn,
+            progress=say if rank is None or rank.is_first else None,
+        )
+    if rank is None or rank.is_first:
+        print(f"{len(found.operators)} operators and {len(found.collectives)} kinds of collectives in {parsed.out}")
+    return 0
+
+
 def run_command(parsed: argparse.Namespace) -> int:
     """``autopar run``: one of torchrun's processes, or the parent that starts them."""
     from autopar.launching import own_rank
@@ -271,6 +361,8 @@ def run_command(parsed: argparse.Namespace) -> int:
         from autopar.running import run_processes
 
         steps = ["--steps", str(parsed.steps), "--learning-rate", str(parsed.learning_rate)]
+        for name in ("out", "update"):
+            steps += [f"--{name}", getattr(parsed, name)] if getattr(parsed, name) else []
         return run_processes(parsed.model, _given_plan(parsed, source), steps)
     from autopar.report.units import seconds_text
     from autopar.running import run_rank
@@ -282,9 +374,27 @@ def run_command(parsed: argparse.Namespace) -> int:
     plan = _given_plan(parsed, source)
     trained = run_rank(source, plan, parsed.steps, parsed.learning_rate, show)
     if rank.is_first:
-        predicted = plan.report()["predicted"]["step_seconds"]
-        print(f"step: predicted {seconds_text(predicted)}, measured {seconds_text(trained.typical_seconds)}")
+        _show_run(parsed, plan, trained)
     return 0
+
+
+def _show_run(parsed: argparse.Namespace, plan: Plan, trained: Trained) -> None:
+    """What was predicted beside what was measured, on standard output and where the user wants it."""
+    from autopar.report.text import basis_words
+    from autopar.report.units import seconds_text
+    from autopar.running import comparison, fed_back
+
+    found = comparison(plan, trained)
+    measured, predicted = found["measured"], found["predicted"]
+    basis = basis_words(plan.report()["predicted"]["basis"]["step_seconds"])
+    print(f"step: predicted {seconds_text(predicted['step_seconds'])} ({basis}), measured ", end="")
+    print(f"{seconds_text(measured['compared_seconds'])} and {seconds_text(measured['clip_seconds'])} for clipping")
+    if parsed.out:
+        _write(parsed.out, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    if parsed.update:
+        updated = fed_back(Profile.load(parsed.update), plan, trained)
+        updated.save(parsed.update)
+        print(f"{parsed.update}: later predictions are corrected by {updated.correction:.3f}")
 
 
 def verify_command(parsed: argparse.Namespace) -> int:
@@ -306,6 +416,29 @@ def verify_command(parsed: argparse.Namespace) -> int:
         )
     print(found)
     return 0 if found.passed else 1
+
+
+def validate_command(parsed: argparse.Namespace) -> int:
+    """``autopar validate``."""
+    from autopar.validation import document, text, validate
+
+    with progress() as say:
+        found = validate(parsed.runs, parsed.held_out, say)
+    as_json = json.dumps(document(found), indent=1, allow_nan=False) if parsed.json else ""
+    if parsed.json == "-":
+        print(as_json)
+        return 0
+    if parsed.json:
+        _write(parsed.json, as_json + "\n")
+    print(text(found))
+    return 0
+
+
+def _write(path: str, content: str) -> None:
+    try:
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path!r}: {error.strerror}; choose another path") from error
 
 
 def demo_command(parsed: argparse.Namespace) -> int:

@@ -39,11 +39,22 @@ def _device(
     kind: DeviceKind = "cuda",
     # with the ramp in compute.py: 1024^3 on A100 takes 18 us where 8.4 us is arithmetic (_AZURE)
     launch_seconds: float = 4e-6,
+    sustained: float = 1.0,
 ) -> Device:
     peaks = {dtype: value * 1e12 for dtype, value in tera.items()}
     memory_bytes = int(memory_gib * GIB)
     return Device(
-        name, kind, memory_bytes, bandwidth_gb * 1e9, peaks, launch_seconds, source, matmul, attention, memory
+        name,
+        kind,
+        memory_bytes,
+        bandwidth_gb * 1e9,
+        peaks,
+        launch_seconds,
+        source,
+        matmul,
+        attention,
+        memory,
+        sustained,
     )
 
 
@@ -58,6 +69,10 @@ _H100 = _tensor(67, 67, 494.5, 989, 1979, 1979)
 # Flash Attention 2: 179.5 of 312 TFLOP/s, head dim 64, 8192 tokens (_AZURE ND_A100_v4_results.md)
 _A100_ATTENTION = 0.575
 _H100_ATTENTION = 0.33  # Flash Attention 2: 327.9 of 989 TFLOP/s, head dim 128 (_AZURE ND_H100_v5_results.md)
+# Whole training steps against lone multiplies: fitted to the calibration half of vTrain's (A100) and of MosaicML's runs (H100),
+# see docs/validation.md. The best shape alone reaches 0.869 and 0.803 of the peak (MAMF table of _ML).
+_A100_SUSTAINED = 0.944
+_H100_SUSTAINED = 0.772
 
 _DEVICES = (
     _device("P100-SXM2-16GB", 15.8, 732, {"float64": 5.3, "float32": 10.6, "float16": 21.2}, "data sheet, recalled"),
@@ -99,6 +114,7 @@ _DEVICES = (
         _A100,
         f"{_ML} l.253-278; 1555 GB/s read at sysrqmts.com; matmul 271.2 of 312 there l.351{_F64}",
         matmul=0.869,
+        sustained=_A100_SUSTAINED,
         attention=_A100_ATTENTION,
     ),
     _device(
@@ -108,6 +124,7 @@ _DEVICES = (
         _A100,
         f"{_ML} l.253-278, l.466-490 (2.00 TB/s; data sheet 2039 recalled); matmul 271.2 of 312 there l.351{_F64}",
         matmul=0.869,
+        sustained=_A100_SUSTAINED,
         attention=_A100_ATTENTION,
     ),
     _device("A100-PCIe-40GB", 39.3, 1555, _A100, "data sheet, recalled", matmul=0.811, attention=_A100_ATTENTION),
@@ -158,6 +175,17 @@ _DEVICES = (
         _H100,
         f"{_ML} l.253-278, l.466-490; matmul 794.5 of 989 there l.354{_F64}",
         matmul=0.803,
+        sustained=_H100_SUSTAINED,
+        attention=_H100_ATTENTION,
+    ),
+    _device(
+        "H100-SXM5-96GB-HBM2e",
+        94.9,
+        2400,
+        _H100,
+        f"as H100-SXM5-80GB, HBM2e, 500 W: pytorch/torchtitan@820504e2 benchmarks/llama3_h100_202412_torchtitan.md{_F64}",
+        matmul=0.803,
+        sustained=_H100_SUSTAINED,
         attention=_H100_ATTENTION,
     ),
     _device(
@@ -167,6 +195,7 @@ _DEVICES = (
         _H100,
         f"{_ML} l.253-278, l.466-490; matmul 'the same' as H100 there l.354{_F64}",
         matmul=0.803,
+        sustained=_H100_SUSTAINED,
         attention=_H100_ATTENTION,
     ),
     _device(
@@ -183,6 +212,22 @@ _DEVICES = (
         8000,
         {**_tensor(40, 80, 1250, 2500, 5000, 5000), "float4": 10000},
         f"{_ML} l.253-278, l.466-490; matmul 1822 of 2500 there l.358{_F64}",
+        matmul=0.729,
+    ),
+    _device(
+        "B300-SXM-288GB",
+        268.0,
+        8000,
+        {**_tensor(1.2, 80, 1125, 2250, 4500), "float4": 12600},
+        f"{_ML} l.253-278, l.466-490; matmul as B200{_F64}",
+        matmul=0.776,
+    ),
+    _device(
+        "GB300-288GB",
+        277.0,
+        8000,
+        {**_tensor(1.3, 80, 1250, 2500, 5000), "float4": 15000},
+        f"{_ML} l.253-278, l.466-490; matmul as GB200{_F64}",
         matmul=0.729,
     ),
     _device(
@@ -234,6 +279,15 @@ _DEVICES = (
 _A100_NVLINK = 0.772  # 231.58 of 300 GB/s, 8 GPUs all-reduce 8 GB (_AZURE ND_A100_v4_results.md)
 _H100_NVLINK = 0.82  # "370 GB/s effective of 450" for a ring, NVIDIA/nccl-tests issue #212
 _V100_NVLINK = 0.897  # 134.51 of 150 GB/s, 8 GPUs all-reduce 1 GB (_VTRAIN/v100)
+# Bus bandwidth of an all-reduce of 1 GB over the first g of 8 GPUs, as a share of the link's (_VTRAIN/a100, /v100). On the
+# V100's hybrid cube mesh it is that of the rings that NCCL finds among them.
+_A100_BY_SIZE = ((2, 0.658), (3, 0.706), (4, 0.740), (5, 0.748), (6, 0.757), (8, 0.772))
+_V100_BY_SIZE = ((2, 0.150), (3, 0.301), (4, 0.569), (5, 0.248), (6, 0.305), (7, 0.579), (8, 0.897))
+# Likewise, 512 MB over 2, 4, 8 and 16 GCDs (microsoft/nnscaler@1585c15d mi200 profile)
+_MI250X_BY_SIZE = ((2, 0.651), (4, 0.181), (8, 0.386), (16, 1.0))
+# NVLS all-reduce on 8x H100 reaches 478.87 GB/s bus bandwidth = 273.6 GB/s of buffer = 450 x e / (1 + 1/8) (_AZURE)
+_NVLS_H100 = 0.684
+_NVLS_GB200 = 0.477  # 8 GB over 72 GPUs in 20.3 ms = 900 x e / (1 + 1/72), coreweave/nccl-tests PR 43
 _NVLINK_STEP = 3e-6  # slope from 2 to 8 GPUs of the all-reduce floor, about 2 to 4 us a step (_VTRAIN/a100, 50 MB)
 _IB_STEP = 5e-6  # 46 us for 16 GPUs on 2 nodes, small messages, NVIDIA/nccl issue #1244, less launch and NVLink steps
 _HDR_REACHED = 0.96  # 24 of 25 GB/s per card, NVIDIA/nccl-tests issue #252
@@ -245,16 +299,55 @@ _ONE_CARD_EACH = "; one card for each device"
 
 _LINKS = (
     Link("NVLink1", 80e9, _NVLINK_STEP, f"{_NET} l.298; efficiency as NVLink2", _V100_NVLINK, direct=True),
-    Link("NVLink2", 150e9, _NVLINK_STEP, f"{_NET} l.299; {_VTRAIN}/v100 (hybrid cube mesh)", _V100_NVLINK, direct=True),
-    Link("NVLink3", 300e9, _NVLINK_STEP, f"{_NET}; {_AZURE}/ND_A100_v4_results.md", _A100_NVLINK),
-    Link("NVLink4", 450e9, _NVLINK_STEP, f"{_NET}; NVIDIA/nccl-tests issue #212", _H100_NVLINK, multicast=True),
-    Link("NVLink5", 900e9, _NVLINK_STEP, f"{_NET}; efficiency as NVLink4, assumed", _H100_NVLINK, multicast=True),
+    Link(
+        "NVLink2",
+        150e9,
+        _NVLINK_STEP,
+        f"{_NET} l.299; {_VTRAIN}/v100 (hybrid cube mesh)",
+        _V100_NVLINK,
+        direct=True,
+        efficiency_by_size=_V100_BY_SIZE,
+    ),
+    Link(
+        "NVLink3",
+        300e9,
+        _NVLINK_STEP,
+        f"{_NET}; {_AZURE}/ND_A100_v4_results.md; {_VTRAIN}/a100",
+        _A100_NVLINK,
+        efficiency_by_size=_A100_BY_SIZE,
+    ),
+    Link(
+        "NVLink4",
+        450e9,
+        _NVLINK_STEP,
+        f"{_NET}; NVIDIA/nccl-tests issue #212",
+        _H100_NVLINK,
+        multicast=True,
+        multicast_efficiency=_NVLS_H100,
+    ),
+    Link(
+        "NVLink5",
+        900e9,
+        _NVLINK_STEP,
+        f"{_NET}; efficiency of a ring as NVLink4, assumed; coreweave/nccl-tests PR 43",
+        _H100_NVLINK,
+        multicast=True,
+        multicast_efficiency=_NVLS_GB200,
+    ),
+    Link(
+        "NVLink4-bridge",
+        300e9,
+        _NVLINK_STEP,
+        "data sheet; 115 GB/s over 2 H100-PCIe, NVIDIA/nccl-tests issue #194",
+        0.385,
+    ),
     Link(
         "xGMI-MI250X",
         175e9,
         5e-6,
         f"half of 350 GB/s a card, {_NET}; 67.5 GB/s in all-reduce of 8 GCDs, microsoft/nnscaler@1585c15d mi200",
         0.386,
+        efficiency_by_size=_MI250X_BY_SIZE,
     ),
     Link("xGMI-MI300X", 448e9, 5e-6, f"7 x 64 GB/s, {_NET}; efficiency recalled", 0.70, direct=True),
     Link("PCIe3", 16e9, 3e-6, f"{_NET}; Sheffield Bessemer docs", _PCIE3_REACHED),
@@ -269,6 +362,13 @@ _LINKS = (
     Link("InfiniBand-XDR", 100e9, _IB_STEP, f"{_NET}; efficiency as NDR, assumed{_ONE_CARD_EACH}", _NDR_REACHED),
     Link("EFA-P4d", 12.5e9, 15e-6, f"4 x 100 Gb/s a node, {_NET}; latency and efficiency recalled", 0.75, 4),
     Link("EFA-P5", 50e9, 15e-6, f"400 GB/s a node, {_NET}; latency and efficiency recalled", 0.75),
+    Link(
+        "GPUDirect-TCPXO-200G",
+        25e9,
+        400e-6,  # 16 MB takes 0.98 ms, of which 0.09 is bandwidth; below 4 MB another protocol takes a quarter of it
+        "8 cards of 200 Gb/s a node, 181 GB/s of all-reduced buffer over 2 nodes of 8x H100 (GCP a3-mega nccl-tests)",
+        0.904,
+    ),
     Link(
         "RoCE-100G",
         12.5e9,
@@ -315,6 +415,9 @@ _DEVICE_ALIASES: Mapping[str, str] = MappingProxyType(
         "B200": "B200-SXM-180GB",
         "B200-SXM": "B200-SXM-180GB",
         "GB200": "GB200-186GB",
+        "B300": "B300-SXM-288GB",
+        "B300-SXM": "B300-SXM-288GB",
+        "GB300": "GB300-288GB",
         "MI250X": "MI250X-GCD",
         "MI250": "MI250X-GCD",
         "Tesla-T4": "T4",

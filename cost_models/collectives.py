@@ -6,9 +6,10 @@ the slowest group. The lines are what NCCL (gloo on CPUs) runs, not what an idea
 nodes, g of them on one node, B the bandwidth of a device in its node and W what the group gets out of a node:
 
     all-reduce      ring: 2 (n-1)/n S / min(B, W), 2 (n-1) steps
-                    tree (chain in the node, double binary tree between): 2 S / (B x TREE_EFFICIENCY) and 2 S / W
-                    (S / W for two nodes) at the same time, logarithmic steps
-                    multicast (NVLink SHARP; tree between nodes): (1 + 1/g) S / (B x MULTICAST_EFFICIENCY)
+                    tree (chain in the node, double binary tree between): 2 S / (B x TREE_EFFICIENCY) and 2 S / W at the
+                    same time, logarithmic steps
+                    multicast (NVLink SHARP; tree between nodes): (1 + 1/g) S / (B x Link.multicast_efficiency) and 2 S / W
+                    (S / W for two nodes, as 16 H100s reach; without multicast nothing published does)
     all-gather, reduce-scatter   ring: (n-1)/n S / min(B, W), n - 1 steps
     all-to-all      pairwise: (g-1)/n S / B and g (n-g)/n S / W at the same time
     broadcast       ring: S / min(B, W), n - 1 steps; gloo: logarithmic steps
@@ -18,8 +19,8 @@ nodes, g of them on one node, B the bandwidth of a device in its node and W what
 reduce_scatter: of the unreduced input; all_to_all: of one rank's whole input.
 
 Contention. Between nodes a node has P ports, and c groups of the axis leave it: W = min(min(g, P) b, P b / c). Within a
-node whose devices share P < active ports, B = b P / active. A group of g on direct wires (no switch) has
-(g-1)/(devices-1) of B.
+node whose devices share P < active ports, B = b P / active. Of B a group of g reaches what was measured for its size
+(``Link.efficiency_by_size``), or, on direct wires (no switch), (g-1)/(devices-1).
 
 Sources of the algorithms: Patarasu and Yuan 2009 (ring); Sanders, Speck, Traeff 2009 (double binary tree), as in NCCL.
 """
@@ -51,9 +52,6 @@ COLLECTIVE_KINDS: tuple[str, ...] = get_args(CollectiveKind)
 # KB between two processes, measured once.
 LAUNCH_SECONDS: Mapping[str, float] = MappingProxyType({"cuda": 20e-6, "rocm": 80e-6, "cpu": 50e-6})
 
-# NVLS all-reduce on 8x H100 reaches 478.87 GB/s bus bandwidth = 273.6 GB/s of buffer = 450 x e / (1 + 1/8) (same
-# guide).
-MULTICAST_EFFICIENCY = 0.684
 # 8 MB takes 85 us on H100, 81 us on H200, of which 31 us is bandwidth and 20 us launch (same guide)
 MULTICAST_STEPS = 10
 
@@ -67,6 +65,15 @@ TREE_EFFICIENCY = 0.6
 GLOO_TRAFFIC: Mapping[str, float] = MappingProxyType(
     {"all_gather": 2.5, "reduce_scatter": 3.5, "broadcast": 0.5, "send_recv": 0.4}
 )
+
+# RCCL beside all-reduce (microsoft/nnscaler@1585c15d mi200 profile, 2 to 16 GCDs): gathers and reduce-scatters have 170
+# us and 45 us for each other rank before the first byte and then 1.1 to 1.9 times the traffic of the formula, all-to-all
+# 100 us and 24 us for each peer, with 36 GB/s to each peer at the same time.
+RCCL_TRAFFIC = 1.4
+RCCL_LAUNCH_SECONDS = 90e-6  # beside LAUNCH_SECONDS
+RCCL_STEP_SECONDS = 40e-6  # beside the link's own
+RCCL_PEER_STEP_SECONDS = 24e-6
+RCCL_PEER_BYTES_PER_SECOND = 36e9
 
 # sends that NCCL works on at the same time in an all-to-all (NCCL_MAX_DEV_WORK_P2P_PER_BATCH, recalled)
 PEERS_AT_ONCE = 8
@@ -93,6 +100,7 @@ class GroupShape:
         multicast_bytes_per_second: of a device for switch reduction, the least of the nodes; 0 if one cannot.
         launch_seconds: floor.
         gloo: a CPU takes part.
+        rccl: an AMD device takes part.
     """
 
     size: int
@@ -102,6 +110,7 @@ class GroupShape:
     multicast_bytes_per_second: float
     launch_seconds: float
     gloo: bool
+    rccl: bool
 
     @property
     def num_nodes(self) -> int:
@@ -225,7 +234,10 @@ def axis_cost(cluster: Cluster, groups: Sequence[Sequence[int]]) -> AxisCost:
     if size == 1:
         return AxisCost(1, MappingProxyType(dict.fromkeys(COLLECTIVE_KINDS, ())))
     node_of = {rank: cluster.node_of(rank) for rank in ranks}
-    shapes = _group_shapes(cluster, [Counter(node_of[rank] for rank in group) for group in groups])
+    apart = any(
+        later - earlier > 1 and node_of[earlier] == node_of[later] for earlier, later in pairwise(sorted(groups[0]))
+    )
+    shapes = _group_shapes(cluster, [Counter(node_of[rank] for rank in group) for group in groups], apart)
     hops = _hop_lines(cluster, groups, node_of)
     lines: dict[str, tuple[tuple[Line, ...], ...]] = {
         "all_reduce": tuple(_all_reduce(shape) for shape in shapes),
@@ -251,8 +263,8 @@ def collective_seconds(
     return axis_cost(cluster, [ranks]).seconds(kind, num_bytes)
 
 
-def _group_shapes(cluster: Cluster, members: Sequence[Counter[int]]) -> list[GroupShape]:
-    """The distinct shapes among groups that are given as counts per node."""
+def _group_shapes(cluster: Cluster, members: Sequence[Counter[int]], apart: bool) -> list[GroupShape]:
+    """The distinct shapes among groups that are given as counts per node; ``apart``: their ranks are no neighbours."""
     leaving: Counter[int] = Counter()  # groups that leave the node
     active: Counter[int] = Counter()  # devices that talk within the node
     for counts in members:
@@ -265,7 +277,7 @@ def _group_shapes(cluster: Cluster, members: Sequence[Counter[int]]) -> list[Gro
         per_node = []
         for node, count in key:
             described = cluster.nodes[node]
-            within = _within_bytes_per_second(described, count, active[node])
+            within = _within_bytes_per_second(described, count, active[node], apart)
             per_node.append((count, within, _out_bytes_per_second(cluster, described, count, leaving[node])))
         nodes = [cluster.nodes[node] for node, _ in key]
         shape = _shape(cluster.inter_link, nodes, tuple(sorted(per_node)))
@@ -282,16 +294,23 @@ def _shape(inter_link: Link, nodes: Sequence[Node], per_node: tuple[tuple[int, f
         intra_latency_seconds=max(node.link.latency_seconds for node in nodes),
         inter_latency_seconds=inter_link.latency_seconds,
         multicast_bytes_per_second=(
-            min(node.link.bandwidth_bytes_per_second for node in nodes) * MULTICAST_EFFICIENCY if can_multicast else 0.0
+            min(node.link.bandwidth_bytes_per_second * node.link.multicast_efficiency for node in nodes)
+            if can_multicast
+            else 0.0
         ),
         launch_seconds=max(LAUNCH_SECONDS[kind] for kind in kinds),
         gloo="cpu" in kinds,
+        rccl="rocm" in kinds,
     )
 
 
-def _within_bytes_per_second(node: Node, count: int, active: int) -> float:
-    """Bandwidth of a device to the ``count - 1`` others of its group in the node."""
+def _within_bytes_per_second(node: Node, count: int, active: int, apart: bool = False) -> float:
+    """Bandwidth of a device to the ``count - 1`` others of its group in the node. What was measured for groups of neighbours
+    holds behind a switch for all; on direct wires a group whose ranks are apart has what a pair has."""
     share = min(1.0, node.link.ports(node.num_devices) / active) if active else 1.0
+    measured = node.link.efficiency_of(2 if apart and node.link.direct else count)
+    if measured is not None:
+        return node.link.bandwidth_bytes_per_second * measured * share
     if node.link.direct and node.num_devices > 1:
         share *= max(1, count - 1) / (node.num_devices - 1)
     return node.link.reached_bytes_per_second * share
@@ -309,22 +328,27 @@ def _all_reduce(shape: GroupShape) -> tuple[Line, ...]:
     ring = Line("ring", launch + 2 * shape.ring_latency_seconds(), ring_bytes / shape.ring_bytes_per_second)
     if shape.gloo:
         return (ring,)
-    between = (1 if shape.num_nodes == 2 else 2) / shape.inter_bytes_per_second
+    between = 2 / shape.inter_bytes_per_second
     within = 2 / (shape.intra_bytes_per_second * TREE_EFFICIENCY)
     tree = Line("tree", launch + 2 * shape.tree_latency_seconds(), max(within, between))
     fewest = min(count for count, _, _ in shape.per_node)
     if not shape.multicast_bytes_per_second or fewest == 1:
         return ring, tree
     within = (1 + 1 / fewest) / shape.multicast_bytes_per_second
+    between = between / 2 if shape.num_nodes == 2 else between
     steps = 2 * _log2_ceil(shape.num_nodes) * shape.inter_latency_seconds
     latency = launch + MULTICAST_STEPS * shape.intra_latency_seconds + steps
     return ring, tree, Line("multicast", latency, max(within, between))
 
 
 def _ring(shape: GroupShape, kind: str) -> tuple[Line, ...]:
-    traffic = (shape.size - 1) / shape.size * (GLOO_TRAFFIC[kind] if shape.gloo else 1.0)
+    traffic = (
+        (shape.size - 1) / shape.size * (GLOO_TRAFFIC[kind] if shape.gloo else RCCL_TRAFFIC if shape.rccl else 1.0)
+    )
     steps = 2 if shape.gloo and kind == "reduce_scatter" else 1
     latency = shape.launch_seconds + steps * shape.ring_latency_seconds()
+    if shape.rccl:
+        latency += RCCL_LAUNCH_SECONDS + RCCL_STEP_SECONDS * (shape.size - 1)
     return (Line("ring", latency, traffic / shape.ring_bytes_per_second),)
 
 
@@ -336,7 +360,10 @@ def _all_to_all(shape: GroupShape) -> tuple[Line, ...]:
     fewest, most = (pick(count for count, _, _ in shape.per_node) for pick in (min, max))
     intra = math.ceil((most - 1) / at_once) * shape.intra_latency_seconds
     inter = math.ceil((size - fewest) / at_once) * shape.inter_latency_seconds
-    return (Line("pairwise", shape.launch_seconds + intra + inter, max(within, between)),)
+    if not shape.rccl:
+        return (Line("pairwise", shape.launch_seconds + intra + inter, max(within, between)),)
+    latency = shape.launch_seconds + RCCL_LAUNCH_SECONDS + RCCL_PEER_STEP_SECONDS * (size - 1) + inter
+    return (Line("pairwise", latency, max(1 / size / RCCL_PEER_BYTES_PER_SECOND, between)),)
 
 
 def _broadcast(shape: GroupShape) -> tuple[Line, ...]:

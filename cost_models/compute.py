@@ -82,7 +82,7 @@ def arithmetic_flops_per_second(device: Device, dtype: str, kind: OperatorKind) 
     """
     if kind == "matmul":
         shape = SHAPE_EFFICIENCY if device.kind != "cpu" else 1.0
-        return device.flops_per_second(dtype) * device.matmul_efficiency * shape
+        return device.flops_per_second(dtype) * device.matmul_efficiency * shape * device.sustained_efficiency
     if kind == "attention":
         return device.flops_per_second(dtype) * device.attention_efficiency
     if kind == "elementwise":

@@ -39,6 +39,8 @@ class Device:
         matmul_efficiency: share of the peak that the best-shaped large matrix multiply reaches, 0 < e <= 1.
         attention_efficiency: share of the peak that fused attention reaches, 0 < e <= 1.
         memory_efficiency: share of the memory bandwidth that a long stream reaches, 0 < e <= 1.
+        sustained_efficiency: share of a lone matrix multiply's rate that those of a training step reach (power limit, real
+            data, other work in between), 0 < e <= 1.
 
     Raises:
         ClusterError: a figure is missing, not a number, not finite, or out of range.
@@ -58,6 +60,7 @@ class Device:
     matmul_efficiency: float = 0.8
     attention_efficiency: float = 0.5
     memory_efficiency: float = 0.85
+    sustained_efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         what = f"device {self.name!r}"
@@ -68,7 +71,7 @@ class Device:
         object.__setattr__(self, "memory_bytes", whole_number(what, "memory_bytes", self.memory_bytes))
         check_positive(what, "memory_bandwidth_bytes_per_second", self.memory_bandwidth_bytes_per_second)
         check_positive(what, "launch_seconds", self.launch_seconds, zero_allowed=True)
-        for key in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
+        for key in ("matmul_efficiency", "attention_efficiency", "memory_efficiency", "sustained_efficiency"):
             check_fraction(what, key, getattr(self, key))
         as_floats(self)
         object.__setattr__(self, "peak_flops", _checked_peaks(what, self.peak_flops))
@@ -94,6 +97,9 @@ class Link:
         direct: the bandwidth is the sum of a device's separate wires to each other device of its node (xGMI, NVLink of
             the V100), so that g of n devices can use only (g - 1) / (n - 1) of it. Otherwise there is a switch.
         multicast: the switch can reduce and multicast (NVLink SHARP), which all-reduce uses.
+        multicast_efficiency: share of the bandwidth that this reaches, 0 < e <= 1.
+        efficiency_by_size: pairs (ranks, share of the bandwidth) for groups of so many ranks or more in a node, where that
+            was measured; in place of ``efficiency`` and of what ``direct`` says of smaller groups.
 
     Raises:
         ClusterError: a figure is missing, not a number, not finite, or out of range.
@@ -107,6 +113,8 @@ class Link:
     ports_per_node: int | None = None
     direct: bool = False
     multicast: bool = False
+    multicast_efficiency: float = 0.684  # NVLink4, see the catalogue
+    efficiency_by_size: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         what = f"link {self.name!r}"
@@ -115,6 +123,8 @@ class Link:
         check_positive(what, "bandwidth_bytes_per_second", self.bandwidth_bytes_per_second)
         check_positive(what, "latency_seconds", self.latency_seconds, zero_allowed=True)
         check_fraction(what, "efficiency", self.efficiency)
+        check_fraction(what, "multicast_efficiency", self.multicast_efficiency)
+        object.__setattr__(self, "efficiency_by_size", _checked_sizes(what, self.efficiency_by_size))
         if self.ports_per_node is not None:
             ports = whole_number(what, "ports_per_node", self.ports_per_node)
             object.__setattr__(self, "ports_per_node", ports)
@@ -128,9 +138,31 @@ class Link:
         """What large messages reach over one port in one direction."""
         return self.bandwidth_bytes_per_second * self.efficiency
 
+    def efficiency_of(self, num_ranks: int) -> float | None:
+        """The measured share of the bandwidth that a group of ``num_ranks`` of a node reaches; None where none is known."""
+        known = [share for ranks, share in self.efficiency_by_size if ranks <= num_ranks]
+        return known[-1] if known else None
+
     def ports(self, num_devices: int) -> int:
         """Ports of a node that has ``num_devices`` devices."""
         return num_devices if self.ports_per_node is None else self.ports_per_node
+
+
+def _checked_sizes(what: str, pairs: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of ranks and shares, in rising order of ranks; lists, as JSON has them, become tuples."""
+    if not isinstance(pairs, (tuple, list)) or not all(isinstance(p, (tuple, list)) and len(p) == 2 for p in pairs):
+        raise ClusterError(
+            f"{what}: efficiency_by_size is {pairs!r}; give pairs (ranks, share), such as [[2, 0.6], [8, 0.8]]"
+        )
+    found = []
+    for ranks, share in pairs:
+        check_fraction(what, "efficiency_by_size", share)
+        found.append((whole_number(what, "efficiency_by_size", ranks), float(share)))
+    if [ranks for ranks, _ in found] != sorted({ranks for ranks, _ in found}):
+        raise ClusterError(
+            f"{what}: efficiency_by_size has ranks {[ranks for ranks, _ in found]}; give each once, rising"
+        )
+    return tuple(found)
 
 
 def _checked_peaks(what: str, peaks: object) -> dict[str, float]:

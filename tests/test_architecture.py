@@ -45,16 +45,19 @@ LAYERS = (
     "autopar.report",
     "autopar.exports",
     "autopar.tracing",
+    "autopar.prober",
+    "autopar.detection",
     "autopar.planner",
+    "autopar.validation",
     "autopar.randomness",
     "autopar.initial",
     "autopar.simulation",
-    "autopar.profiler",
     "autopar.ranks",
     "autopar.parallel",
     "autopar.verifier",
-    "autopar",
     "autopar.launching",
+    "autopar.profiler",
+    "autopar",
     "autopar.references",
     "autopar.training",
     "autopar.running",
@@ -66,7 +69,7 @@ LAYERS = (
 
 # Packages beside the standard library that a layer may import; a layer that is not here needs none, torch included.
 EXTERNAL = {
-    "cost_models": {"numpy", "networkx"},
+    "cost_models": {"numpy", "networkx", "pynvml"},
     "autopar.runtime": {"torch"},
     "autopar.fitting": {"numpy"},
     "autopar.search": {"numpy"},
@@ -77,7 +80,10 @@ EXTERNAL = {
     "autopar.report": {"numpy", "jsonschema"},
     "autopar.exports": {"numpy"},
     "autopar.tracing": {"torch"},
+    "autopar.prober": {"torch"},
+    "autopar.detection": {"torch"},
     "autopar.planner": {"numpy", "torch"},
+    "autopar.validation": {"numpy", "torch"},
     "autopar.randomness": {"torch"},
     "autopar.initial": {"torch"},
     "autopar.simulation": {"torch"},
@@ -103,21 +109,12 @@ ONLY_IN = {
         "autopar.verifier",
         "autopar.__init__",
     ),
-    "cost_models": (
-        "autopar.options",
-        "autopar.costing",
-        "autopar.search",
-        "autopar.report",
-        "autopar.exports",
-        "autopar.planner",
-        "autopar.profiler",
-        "autopar.parallel",
-        "autopar.verifier",
-        "autopar.__init__",
-        "autopar.references",
-        "autopar.demo",
-        "autopar.demo_rank",
-        "autopar.cli",
+    "cost_models": tuple(
+        (
+            "autopar.options autopar.costing autopar.search autopar.report autopar.exports autopar.detection "
+            "autopar.planner autopar.validation autopar.profiler autopar.parallel autopar.verifier "
+            "autopar.__init__ autopar.references autopar.running autopar.demo autopar.demo_rank autopar.cli"
+        ).split()
     ),
     "importlib": ("autopar.__init__", "autopar.parallel", "autopar.verifier", "autopar.references"),
     "os.environ": ("autopar.runtime", "autopar.launching", "autopar.cli"),

@@ -28,7 +28,7 @@ def test_the_predicted_peak_is_that_of_the_allocator(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", (*CASES, *DROPOUT_CASES), ids=str)
+@pytest.mark.parametrize("case", [*CASES, *DROPOUT_CASES], ids=str)
 def test_the_predicted_peak_is_that_of_the_allocator_for_all_plans(case: Case) -> None:
     assert_predicted(case)
 

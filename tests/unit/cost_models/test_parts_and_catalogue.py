@@ -56,6 +56,10 @@ def test_device_refuses(field: str, value: object, says: str) -> None:
         ("ports_per_node", 2.5, "whole number"),
         ("direct", 1, "use true or false"),
         ("multicast", "yes", "use true or false"),
+        ("multicast_efficiency", 1.5, "at most 1"),
+        ("efficiency_by_size", 0.5, "give pairs"),
+        ("efficiency_by_size", [[2, 1.5]], "at most 1"),
+        ("efficiency_by_size", [[8, 0.5], [2, 0.4]], "rising"),
     ],
 )
 def test_link_refuses(field: str, value: object, says: str) -> None:
