@@ -205,8 +205,8 @@ class Evaluator:
                 continue
             solver = self._solver(stage, self._site(frame, mesh, rank, count, 1.0), _at(stage, boundary), {})
             costed = solver.costed((len(solver.blocks), 0, 0))
-            for value in mine:
-                found[value] = found.get(value, storages_of(costed, value)) & storages_of(costed, value)
+            for value, storages in storages_of(costed, mine).items():
+                found[value] = found.get(value, storages) & storages
         return found
 
     def _solver(

@@ -47,6 +47,7 @@ MEASURED_GAIN = 0.5  # of a sample's measured time, to which smaller micro-batch
 GROWTH = 1.12  # expected of the seconds of all micro-batches when there are twice as many
 ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
+SMALL_MODEL = 600  # operators of a model of which more than one style of boundaries is tried
 MOST_WORSE = 2  # schedules tried after the search that are no better, until no more are tried
 
 GRID, PRICED = range(2)  # how far the bound of a frame has come
@@ -220,7 +221,8 @@ class JointSearch:
             return False
         if not self.options.gap and self._num_cuts(entry.frame) <= ENUMERATED_CUTS:
             return True
-        return entry.estimate_seconds < self.best_seconds and len(self.evaluated) < self.options.max_evaluations
+        spent = len({evaluated.frame for evaluated in self.evaluated}) >= self.options.max_evaluations
+        return entry.estimate_seconds < self.best_seconds and not spent
 
     def _entry(self, seconds: float, step: int, frame: Frame) -> _Waiting:
         depth = self._expected_growth(frame) if step == GRID else DEEPER
@@ -420,7 +422,7 @@ class JointSearch:
         frame = entry.frame
         self.say(f"evaluating {frame.schedule}, {frame.num_stages} stages, {frame.num_micro_batches} micro-batches")
         if self.options.gap or self._num_cuts(frame) > ENUMERATED_CUTS:
-            self._add(frame, entry.cuts, [self._best_style(frame)], entry.seconds * (1 + self.options.gap / 2))
+            self._add(frame, entry.cuts, self._promising_styles(frame), entry.seconds * (1 + self.options.gap / 2))
             return entry.seconds
         cuts = itertools.combinations(range(1, self.chain.num_units), frame.num_stages - 1)
         for ends in dict.fromkeys([entry.cuts, *cuts]):
@@ -437,6 +439,12 @@ class JointSearch:
         self._looked_at[frame] = (seconds, max(seconds, bound.estimate_seconds))
         if bound.cuts is not None:
             heapq.heappush(ready, self._ready(seconds, frame, bound, True))
+
+    def _promising_styles(self, frame: Frame) -> list[Style]:
+        """The style that suits a stage in the middle; of a small model also the batch split over every axis, as its first and
+        last stages weigh more."""
+        small = [self.evaluator.styles(frame)[0]] if len(self.graph.operators) <= SMALL_MODEL else []
+        return list(dict.fromkeys([self._best_style(frame), *small]))
 
     def _best_style(self, frame: Frame) -> Style:
         """The style of boundaries that suits a stage in the middle of the short model."""

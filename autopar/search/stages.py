@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.plans import StagePlan
 from autopar.recompute import MODES
-from autopar.solver import Assignment, Problem
+from autopar.solver import Assignment, Problem, choices_left
 from autopar.solver.problem import answer
 from cost_models import CostModel, StageTimes
 
@@ -315,9 +315,11 @@ def times_of(candidate: Candidate) -> StageTimes:
     return StageTimes(forward, max(0.0, each - forward - weight), weight, once)
 
 
-def storages_of(costed: Costed, value: str) -> frozenset[Layout]:
-    """The layouts in which a stage may keep a parameter."""
-    return frozenset(choice.storage for choice in costed.parameter_table(value).choices)
+def storages_of(costed: Costed, values: Sequence[str]) -> dict[str, frozenset[Layout]]:
+    """The layouts in which a stage may keep each of some parameters: those that go with what their readers may do."""
+    left = choices_left(costed.problem, [costed.nodes[value] for value in values])
+    tables = {value: costed.parameter_table(value).choices for value in values}
+    return {value: frozenset(table[at].storage for at in left[costed.nodes[value]]) for value, table in tables.items()}
 
 
 def tied_parameters(graphs: Sequence[OpGraph]) -> frozenset[str]:

@@ -8,6 +8,7 @@ Nothing in here knows what an operator is. Two methods and an oracle answer the 
 from __future__ import annotations
 
 from autopar.errors import InputError
+from autopar.solver.domains import choices_left
 from autopar.solver.exhaustive import solve_exhaustive
 from autopar.solver.memory import Limits
 from autopar.solver.problem import Assignment, Edge, Problem, Repeat, Status, check
@@ -21,6 +22,7 @@ __all__ = [
     "Repeat",
     "Status",
     "check",
+    "choices_left",
     "solve",
 ]
 

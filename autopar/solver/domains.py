@@ -9,18 +9,30 @@ is dropped only where all nodes of the role lose it.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 
 import numpy as np
 
-from autopar.solver.network import IntArray
+from autopar.solver.network import IntArray, network_of
 from autopar.solver.problem import Problem
-from autopar.solver.repetition import Structure
+from autopar.solver.repetition import Structure, plain_structure
 
 _Arc = tuple[int, int, int, bool]
 
 
 class NothingLeft(Exception):
     """A node has no choice left; the message names it and says why."""
+
+
+def choices_left(problem: Problem, nodes: Iterable[int]) -> dict[int, IntArray]:
+    """Of some nodes the indices of the choices that arc consistency leaves; none where it leaves nothing anywhere."""
+    wanted = list(nodes)
+    structure = plain_structure(problem, network_of(problem))
+    try:
+        domains = consistent_domains(problem, structure)
+    except NothingLeft:
+        return {node: np.zeros(0, dtype=np.int64) for node in wanted}
+    return {node: domains[structure.roles[node]] for node in wanted}
 
 
 def consistent_domains(problem: Problem, structure: Structure) -> dict[int, IntArray]:
