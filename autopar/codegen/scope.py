@@ -55,9 +55,10 @@ class Scope:
 
     def site(self, operator: str) -> str:
         """Where in the model an operator draws random numbers; in the class of a block it follows the block's path."""
-        if self.block_path and operator.startswith(self.block_path):
+        inside = operator.removeprefix(self.block_path)
+        if self.block_path and inside != operator and inside[0] in ".:":  # h.1 is no part of h.10
             self.uses_path = True
-            return f'f"{{self.path}}{operator.removeprefix(self.block_path)}"'
+            return f'f"{{self.path}}{inside}"'
         return f'"{operator}"'
 
     def axis(self, index: int) -> str:

@@ -154,19 +154,27 @@ def measure_here(folder: Path, size: Size, slowed: float, minutes: float) -> Non
             slow_down(each, slowed)
     hops = {size: _message_seconds(size) for size in json.loads((folder / "sizes.json").read_text())}
     losses = [each.step(batch) for each in trainings for _ in range(WARM_UP_STEPS)][::WARM_UP_STEPS]
-    seconds: list[list[float]] = [[] for _ in trainings]
-    waiting, loads, patience = [], [], Patience(minutes)
-    for _ in range(ROUNDS):
-        loads.append(os.getloadavg()[0])
-        for each, found in zip(trainings, seconds, strict=True):
-            took, waited = _least_disturbed(partial(each.step, batch), patience)
-            found.append(took)
-            waiting.append(waited)
+    timed = in_rounds([partial(each.step, batch) for each in trainings], ROUNDS, minutes)
     if dist.get_rank() == 0:
-        document = {"seconds": seconds, "losses": losses, "loads": loads, "waiting": waiting, "hops": hops}
+        document = {"losses": losses, "hops": hops, **timed}
         (folder / "measured.json").write_text(json.dumps(document))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def in_rounds(steps: Sequence[Callable[[], object]], rounds: int, minutes: float) -> dict[str, Any]:
+    """Run the steps one after the other in every round. By name: the ``seconds`` of each by round, the part of every one that
+    was spent ``waiting`` for a core, and the machine's ``loads``."""
+    seconds: list[list[float]] = [[] for _ in steps]
+    waiting: list[float] = []
+    loads, patience = [], Patience(minutes)
+    for _ in range(rounds):
+        loads.append(os.getloadavg()[0])
+        for step, found in zip(steps, seconds, strict=True):
+            took, waited = _least_disturbed(step, patience)
+            found.append(took)
+            waiting.append(waited)
+    return {"seconds": seconds, "waiting": waiting, "loads": loads}
 
 
 class Patience:

@@ -8,7 +8,6 @@ follows its own like, and one in which a process waits for a core for long is ru
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from autopar.codegen import generate
 from autopar.graph import OpGraph
 from autopar.launching import torchrun
 from autopar.plans import Plan
-from tests.support.timed_pipelines import DISTURBED, Patience, _least_disturbed, training
+from tests.support.timed_pipelines import DISTURBED, in_rounds, training
 
 NUM_RANKS = 2
 WARM_UP_STEPS = 2
@@ -134,17 +133,9 @@ def measure_here(folder: Path, name: str, rounds: int, minutes: float) -> None:
     model, batch = MODELS[name]()
     trainings = [training(path.read_text(), model) for path in sorted(folder.glob("*.py"))]
     losses = [each.step(batch) for each in trainings for _ in range(WARM_UP_STEPS)][::WARM_UP_STEPS]
-    seconds: list[list[float]] = [[] for _ in trainings]
-    waiting: list[float] = []
-    loads, patience = [], Patience(minutes)
-    for _ in range(rounds):
-        loads.append(os.getloadavg()[0])
-        for each, found in zip(trainings, seconds, strict=True):
-            took, waited = _least_disturbed(partial(each.step, batch), patience)
-            found.append(took)
-            waiting.append(waited)
+    timed = in_rounds([partial(each.step, batch) for each in trainings], rounds, minutes)
     if dist.get_rank() == 0:
-        document: Mapping[str, Any] = {"seconds": seconds, "losses": losses, "waiting": waiting, "loads": loads}
+        document: Mapping[str, Any] = {"losses": losses, **timed}
         (folder / "measured.json").write_text(json.dumps(document))
     dist.barrier()
     dist.destroy_process_group()
