@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.profiler.collectives import Group, measure_collective, measure_overlap, slowest
 from autopar.profiler.memory import measure_copy, measure_optimizer
@@ -25,6 +24,7 @@ from autopar.profiler.operators import measure_operator
 from autopar.profiler.timing import keep_freed_memory, measuring_seconds
 from autopar.profiler.whole import WHOLE_ROUNDS, measure_whole
 from autopar.ranks import Ranks
+from autopar.runtime.mesh import Mesh
 from cost_models import Context, Curve, Machine, OperatorEntry, Overlap, Point, Profile
 from cost_models.model import COPY
 
@@ -132,12 +132,18 @@ class Session:
             self._keep_point("memory", COPY, self._all(partial(measure_copy, size, self.device, self._sharing)))
         name = f"{needs.optimizer} {needs.dtype}"
         missing = missing_sizes(self.profile.memory.get(name), needs.parameter_sizes)
-        mesh = init_device_mesh(self.device.type, (self.ranks.size,)) if missing and dist.is_initialized() else None
+        mesh = self._mesh() if missing and dist.is_initialized() else None
         for size in missing:
             points = self._all(
                 partial(measure_optimizer, needs.optimizer, needs.dtype, size, self.device, mesh, self._sharing)
             )
             self._keep_point("memory", name, points)
+
+    def _mesh(self) -> Any:
+        """A DeviceMesh of all ranks, as the runtime makes one: its groups end with the process."""
+        mesh = Mesh(data=self.ranks.size)
+        mesh.bind(self.device)
+        return mesh.device_mesh
 
     def _keep_point(self, part: str, key: str, points: Sequence[Point | None]) -> None:
         """Put the slowest rank's point on a curve."""

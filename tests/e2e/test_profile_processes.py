@@ -98,3 +98,10 @@ def test_a_collective_that_hangs_is_named(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert "all_reduce of 4096 bytes between ranks 0, 1 did not end within 2 s on rank 0" in found.stdout
     assert "give a longer time-out" in found.stdout
+
+
+def test_no_thread_outlives_the_groups() -> None:
+    """One that still frees a tensor while the interpreter ends aborts the process."""
+    found = python(*TORCHRUN, "-m", "tests.e2e.ending_worker", folder=ROOT)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("left: []") == 2, found.stdout
