@@ -137,6 +137,9 @@ def _leanest(costed: Costed, available_bytes: float, solve: Solve) -> Candidate:
 
 def _restricted(costed: Costed, part: _Part, available_bytes: float) -> Problem:
     """The problem of one part: less memory by what is held at least, and no choice that holds too much."""
+    budget = np.array([max(available_bytes - sum(part.low), 0.0)])
+    if part.high == (math.inf, math.inf):
+        return replace(costed.problem, memory_budgets_bytes=budget)
     costs = list(costed.problem.node_costs_seconds)
     made: dict[int, FloatArray] = {}  # like nodes go on sharing their arrays
     for which, held in enumerate(_held(costed)):
@@ -146,7 +149,6 @@ def _restricted(costed: Costed, part: _Part, available_bytes: float) -> Problem:
             if key not in made:
                 made[key] = np.where(num_bytes < part.high[which], costs[node], np.inf)
             costs[node] = made[key]
-    budget = np.array([max(available_bytes - sum(part.low), 0.0)])
     return replace(costed.problem, node_costs_seconds=tuple(costs), memory_budgets_bytes=budget)
 
 

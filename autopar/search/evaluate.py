@@ -20,6 +20,7 @@ from autopar.options import PlanOptions
 from autopar.search.bounds import stage_ranks
 from autopar.search.space import ZERO_BUBBLE, Frame, kind_of
 from autopar.search.stages import Aim, Site, Solve, Solved, StageSolver, storages_of, tied_parameters
+from autopar.solver import Assignment
 from autopar.staging import stage_graphs
 from cost_models import CostModel, Hops, StageTimes, in_flight, step_seconds_only
 
@@ -82,7 +83,8 @@ class Evaluator:
         self._prepared: dict[object, Prepared] = {}
         self._solved: dict[object, tuple[OpGraph, Solved]] = {}
         self._solvers: dict[object, StageSolver] = {}
-        self._families: dict[object, tuple[OpGraph, Solved]] = {}  # the first solution, whatever is in flight
+        self._structures: dict[int, object] = {}
+        self._unlimited: dict[object, dict[tuple[int, ...], Assignment]] = {}  # of stages alike, whatever is in flight
 
     def styles(self, frame: Frame) -> list[Style]:
         """The styles of boundaries that may be tried; the batch split over every axis first."""
@@ -212,14 +214,17 @@ class Evaluator:
     def _solver(
         self, graph: OpGraph, site: Site, boundary: Mapping[str, Layout], storage: Mapping[str, frozenset[Layout]]
     ) -> StageSolver:
-        key = (id(graph), site, tuple(boundary.values()), tuple(sorted(storage.items(), key=lambda item: item[0])))
+        tied = tuple(sorted(storage.items(), key=lambda item: item[0]))
+        key = (id(graph), replace(site, available_bytes=0.0), tuple(boundary.values()), tied)
         if key not in self._solvers:
             prepared = self._prepared[id(graph)] if id(graph) in self._prepared else prepare(graph)
             self._prepared[id(graph)] = prepared
+            where = self._where(replace(site, in_flight=1, available_bytes=0.0))
+            unlimited = self._unlimited.setdefault((self._structure_of(graph), where, *key[2:]), {})
             self._solvers[key] = StageSolver(
-                prepared, site, self.cost_model, self.options, self.solve, boundary, storage
+                prepared, site, self.cost_model, self.options, self.solve, boundary, storage, unlimited
             )
-        return self._solvers[key]
+        return self._solvers[key].within(site.available_bytes)
 
     def _stage(
         self,
@@ -230,25 +235,19 @@ class Evaluator:
         aim: Aim,
     ) -> Solved:
         tied = tuple(sorted(storage.items(), key=lambda item: item[0]))
-        key = (_structure(graph), self._where(site), tuple(boundary.values()), tied, aim.wanted)
+        key = (self._structure_of(graph), self._where(site), tuple(boundary.values()), tied, aim.wanted)
         known = self._solved.get(key)
         if known is None:
-            family = (key[0], self._where(replace(site, in_flight=1)), *key[2:])
             solver = self._solver(graph, site, boundary, storage)
-            solved = self._with_fewer_in_flight(solver, graph, self._families.get(family))
-            known = self._solved[key] = (graph, solved or solver.best(aim))
-            self._families.setdefault(family, known)
+            known = self._solved[key] = (graph, solver.best(aim))
         like, solved = known
         return solved if like is graph else _renamed(solved, like, graph)
 
-    @staticmethod
-    def _with_fewer_in_flight(
-        solver: StageSolver, graph: OpGraph, known: tuple[OpGraph, Solved] | None
-    ) -> Solved | None:
-        """The solution of a like stage with more micro-batches in flight, if no memory was wanting there."""
-        if known is None or not known[1].unlimited or known[1].candidate.costed.setting.in_flight < solver.site.in_flight:
-            return None
-        return solver.repeated(known[1], known[0], graph)
+    def _structure_of(self, graph: OpGraph) -> object:
+        """See :func:`_structure`; ``graph`` is one that lives as long as this."""
+        if id(graph) not in self._structures:
+            self._structures[id(graph)] = _structure(graph)
+        return self._structures[id(graph)]
 
     def _where(self, site: Site) -> object:
         return replace(site, first_rank=0), kind_of(self.cost_model.cluster, site.first_rank, site.mesh.num_devices)

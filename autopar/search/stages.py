@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from autopar.costing import Costed, Prepared, build
 from autopar.costing.candidate import Candidate
 from autopar.costing.operators import Role
 from autopar.costing.setting import Setting
-from autopar.fitting import candidate_of, fit, unlimited
+from autopar.fitting import candidate_of, fit
 from autopar.graph import OpGraph
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -33,7 +34,7 @@ EXHAUSTIVE_BLOCKS = 6  # with so few blocks, and no gap allowed, every division 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a stage runs, and how: what its :class:`Setting` is made from."""
+    """Where a stage runs, and how: what its :class:`Setting` is made from, and what its devices have for it."""
 
     mesh: Mesh
     roles: tuple[Role, ...]
@@ -94,11 +95,20 @@ class StageSolver:
         solve: Solve,
         boundary: Mapping[str, Layout],
         storage: Mapping[str, frozenset[Layout]],
+        unlimited: dict[tuple[int, ...], Assignment] | None = None,
     ) -> None:
+        """``unlimited``: what stages that are alike found without regard to memory, whatever they have in flight."""
         self.prepared, self.site, self.cost_model, self.options, self.solve = prepared, site, cost_model, options, solve
         self.boundary, self.storage = boundary, storage
+        self._unlimited = {} if unlimited is None else unlimited
         self.blocks = [block.path for group in prepared.graph.block_groups for block in group.blocks]
         self._priced: dict[tuple[int, ...], Costed] = {}
+
+    def within(self, available_bytes: float) -> StageSolver:
+        """The same stage where so much is available; prices, and what is found without regard to memory, are shared."""
+        other = copy(self)
+        other.site = replace(self.site, available_bytes=available_bytes)
+        return other
 
     def costed(self, counts: tuple[int, ...]) -> Costed:
         """The stage priced when the last ``counts[i]`` blocks, in order of modes, take mode i."""
@@ -166,19 +176,6 @@ class StageSolver:
         others = self._each(beat) if few else self._as_few_as_fit(beat)
         return min([*([found] if found else []), *others], key=_rank)
 
-    def repeated(self, solved: Solved, like: OpGraph, graph: OpGraph) -> Solved | None:
-        """The same choices in this stage, which is like the one they were made for; None if its nodes are others."""
-        costed = self.costed((len(self.blocks), 0, 0))
-        choices = solved.candidate.assignment.choices
-        theirs = solved.candidate.costed.problem
-        assert choices is not None
-        sizes = [[costs.size for costs in problem.node_costs_seconds] for problem in (costed.problem, theirs)]
-        if sizes[0] != sizes[1] or [op.target for op in like.operators] != [op.target for op in graph.operators]:
-            return None
-        repeated = answer(costed.problem, choices, costed.problem.cost_of(choices))
-        found = candidate_of(costed, repeated, self.site.available_bytes)
-        return Solved(found, times_of(found)) if found.stage is not None and not found.missing_bytes else None
-
     def _may_keep_all(self) -> bool:
         return self.options.parallelism.recompute in (None, "none")
 
@@ -226,11 +223,18 @@ class StageSolver:
         return tuple(counts)
 
     def _free(self, counts: tuple[int, ...]) -> Candidate:
-        return unlimited(self.costed(counts), self.site.available_bytes, self.solve)
+        """The fastest plan with these numbers of blocks in each mode, whether it fits or not."""
+        costed = self.costed(counts)
+        known = self._unlimited.get(counts)
+        if known is None:
+            known = self._unlimited[counts] = self.solve(costed.problem)
+        elif known.choices is not None:
+            known = answer(costed.problem, known.choices, known.lower_bound_seconds)  # other bytes may be kept
+        return candidate_of(costed, known, self.site.available_bytes)
 
     def unlimited(self) -> Solved:
         """The stage without recomputation, whether it fits or not."""
-        found = unlimited(self.costed((len(self.blocks), 0, 0)), self.site.available_bytes, self.solve)
+        found = self._free((len(self.blocks), 0, 0))
         return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
 
     def _fitted(

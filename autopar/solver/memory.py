@@ -20,6 +20,7 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 
 from autopar.solver.domains import num_choices
+from autopar.solver.elimination import Program
 from autopar.solver.network import IntArray
 from autopar.solver.polish import polish
 from autopar.solver.problem import RELATIVE_TOLERANCE, FloatArray, Problem
@@ -69,13 +70,19 @@ class Lagrangian:
     best: IntArray | None
 
     def __init__(
-        self, problem: Problem, structure: Structure, domains: dict[int, IntArray], limits: Limits, stop_at: float
+        self,
+        problem: Problem,
+        structure: Structure,
+        domains: dict[int, IntArray],
+        limits: Limits,
+        stop_at: float,
+        program: Program | None = None,
     ) -> None:
         self.problem, self.structure, self.limits = problem, structure, limits
         self.network = structure.network
         self.budgets = problem.memory_budgets_bytes
         self.domains = domains
-        self.oracle = Oracle(structure, domains)
+        self.oracle = Oracle(structure, domains, program)
         self.points: list[Point] = []
         self.upper, self.best = math.inf, None
         self.lower, self.at = -math.inf, np.zeros(problem.num_rows)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from autopar.solver.branch import LEAST_EVALUATIONS, branch_and_bound
 from autopar.solver.domains import NothingLeft, consistent_domains
+from autopar.solver.elimination import Program
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.memory import Lagrangian, Limits, OutOfTime, Point
-from autopar.solver.network import network_of
+from autopar.solver.network import IntArray, network_of
 from autopar.solver.problem import Assignment, FloatArray, Problem, Status, answer, no_answer
 from autopar.solver.reduction import reduced
-from autopar.solver.repetition import plain_structure, structure_of
+from autopar.solver.repetition import Structure, plain_structure, structure_of
+from autopar.solver.splitting import within_limits
 from autopar.solver.variants import Choices, limit_variants
 
 
@@ -44,14 +47,46 @@ def solve_elimination(problem: Problem, limits: Limits, time_limit_seconds: floa
     return _within_variants(problem, [found.best, *found.points], found.lower_bound_seconds, found.message)
 
 
-def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A problem without its budgets, ready to be solved."""
+
+    structure: Structure
+    domains: dict[int, IntArray]
+    program: Program
+
+
+class _Tables:
+    """The tables of a problem, the same as another's if they are the same objects."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        tables = (problem.node_costs_seconds, problem.node_memory_bytes, problem.edges, problem.repeats)
+        self._key = tuple(map(id, tables))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Tables) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@lru_cache(maxsize=2)
+def _read(tables: _Tables) -> _Read:
+    """Problems that differ only in their budgets, as those of one stage in less and less memory, are read once."""
+    problem = tables.problem
     network = network_of(problem)
     structure = structure_of(problem, network) if problem.repeats else plain_structure(problem, network)
+    domains = consistent_domains(problem, structure)
+    return _Read(structure, domains, within_limits(structure, domains))
+
+
+def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
     try:
-        domains = consistent_domains(problem, structure)
+        read = _read(_Tables(problem))
     except NothingLeft as nothing:
         return _Found(None, math.inf, (), None, str(nothing))
-    state = Lagrangian(problem, structure, domains, limits, stop_at)
+    state = Lagrangian(problem, read.structure, read.domains, limits, stop_at, read.program)
     smallest: tuple[float, ...] | None = None
     message = ""
     try:

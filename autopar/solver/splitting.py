@@ -84,9 +84,12 @@ def _ops(program: Program) -> int:
 class Oracle:
     """Minimises a structure under weights; remembers programs and the shares of copies between calls."""
 
-    def __init__(self, structure: Structure, domains: dict[int, IntArray]) -> None:
+    def __init__(
+        self, structure: Structure, domains: dict[int, IntArray], program: Program | None = None
+    ) -> None:
+        """``program``: what :func:`within_limits` gives, where it is known."""
         self.domains = domains
-        self.program = within_limits(structure, domains)
+        self.program = within_limits(structure, domains) if program is None else program
         self.structure = self.program.structure
         self.shares: dict[int, FloatArray] = {}
         self.fixed: dict[tuple[tuple[int, int], ...], Program] = {}
