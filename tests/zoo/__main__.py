@@ -3,6 +3,7 @@
 ``--collection FILE`` (or the environment variable ``AUTOPAR_ZOO``) names the collection, see ``entries.py``; without it the
 repository's own sample is run. Resumable: rows are appended to ``--out``, and what is there is not run again.
 ``--part 2/8`` runs the second of eight parts of the names, ``--names`` only those given (a name, or its beginning),
+``--one-in-four`` leaves out three of four heads that classify or answer questions, which are much alike,
 ``--again`` runs what failed once more, ``--sizes batch=6 heads=3`` builds other sizes than the collection's own,
 ``--table FILE`` writes the table of all rows in ``--out``.
 """
@@ -17,7 +18,7 @@ import random
 import warnings
 from pathlib import Path
 
-from tests.zoo.entries import collection_of, own_sample
+from tests.zoo.entries import collection_of, own_sample, with_fewer_heads
 from tests.zoo.plans import PLANS
 from tests.zoo.running import Row, run_entry
 from tests.zoo.table import document
@@ -30,6 +31,7 @@ def main() -> None:
     sizes = {key: int(size) for key, size in (pair.split("=") for pair in arguments.sizes)}
     collection = collection_of(arguments.collection, sizes) if arguments.collection else own_sample()
     names = [name for name in collection.names if not arguments.names or name.startswith(tuple(arguments.names))]
+    names = with_fewer_heads(names) if arguments.one_in_four else names
     random.Random(0).shuffle(names)
     number, parts = map(int, arguments.part.split("/"))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,8 @@ def main() -> None:
             print(f"{row['entry']}, {row['plan']}: {verdict}, {row['seconds']:.1f} s", flush=True)
     if arguments.table:
         arguments.table.parent.mkdir(parents=True, exist_ok=True)
-        arguments.table.write_text(document(list(finished(arguments.out).values()), collection.names))
+        rows = list(finished(arguments.out).values())
+        arguments.table.write_text(document(rows, collection.names, with_fewer_heads(collection.names)))
 
 
 def _arguments() -> argparse.Namespace:
@@ -60,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/zoo.jsonl"))
     parser.add_argument("--table", type=Path)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for one entry under one plan")
+    parser.add_argument("--one-in-four", action="store_true")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--no-run", dest="run", action="store_false", help="only write the table")
     found = parser.parse_args()

@@ -7,14 +7,17 @@ Leaves: for every entry and plan a row, a JSON object: ``entry``, ``plan``, ``pa
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
 import resource
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -30,6 +33,7 @@ from tests.zoo.work import tensor_axes, work_of
 
 TOLERANCE = 1e-9
 MEMORY_BYTES = 12 * 2**30  # address space of an entry's process
+STACKS_SECONDS = 0.5  # in which a process writes what its threads are at
 NUM_SHOWN = 6  # operators computed whole that a row names
 Row = dict[str, Any]
 
@@ -55,26 +59,36 @@ def _attended(collection: Collection, entry: str, plans: Sequence[str], limit_se
     """Rows of one process, up to the plan that ends it."""
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
-    process = fork.Process(target=_child, args=(collection, entry, plans, send))
-    process.start()
-    send.close()
-    try:
-        for name in plans:
-            start = time.perf_counter()
-            if not receive.poll(limit_seconds):
-                yield _ended(entry, name, "limit", f"not done after {limit_seconds:.0f} s", start)
-                return
-            try:
-                yield receive.recv()
-            except EOFError:
-                process.join()
-                code = process.exitcode or 0
-                ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                yield _ended(entry, name, "crash", f"the process ended with {ended}", start)
-                return
-    finally:
-        process.kill()
-        process.join()
+    with tempfile.TemporaryFile("w+") as stacks:
+        process = fork.Process(target=_child, args=(collection, entry, plans, send, stacks))
+        process.start()
+        send.close()
+        try:
+            for name in plans:
+                start = time.perf_counter()
+                if not receive.poll(limit_seconds):
+                    row = _ended(entry, name, "limit", f"not done after {limit_seconds:.0f} s", start)
+                    yield {**row, "stacks": _stacks(process, stacks)}
+                    return
+                try:
+                    yield receive.recv()
+                except EOFError:
+                    process.join()
+                    code = process.exitcode or 0
+                    ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                    yield _ended(entry, name, "crash", f"the process ended with {ended}", start)
+                    return
+        finally:
+            process.kill()
+            process.join()
+
+
+def _stacks(process: Any, written: IO[str]) -> list[str]:
+    """What every thread of a process is at, the innermost call first."""
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(STACKS_SECONDS)
+    written.seek(0)
+    return written.read().splitlines()
 
 
 def _ended(entry: str, name: str, stage: str, error: str, start: float) -> Row:
@@ -82,8 +96,11 @@ def _ended(entry: str, name: str, stage: str, error: str, start: float) -> Row:
     return {"entry": entry, "plan": name, "passed": False, "stage": stage, "error": error, "seconds": seconds}
 
 
-def _child(collection: Collection, entry: str, plans: Sequence[str], send: Connection) -> None:
+def _child(
+    collection: Collection, entry: str, plans: Sequence[str], send: Connection, stacks: IO[str]
+) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for row in rows_of(collection, entry, plans):
         send.send(row)

@@ -33,28 +33,35 @@ Made by
 
     python -m tests.zoo --collection zoo.py --out build/zoo.jsonl --table docs/zoo.md
 
-which can be interrupted, continues where it was, and runs in parts (`--part 1/4`). `whole` names operators that every device
+which can be interrupted, continues where it was, and runs in parts (`--part 1/4`); `--one-in-four` runs a sample of the heads
+for sequence and token classification and question answering. `whole` names operators that every device
 computes whole, with their part of the model's FLOPs (forward and backward); `split` is the part of the FLOPs that a forced
 tensor axis splits.
 
 """
 
 
-def document(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """The whole document; ``names`` are all entries of the collection that were to be run."""
+def document(rows: Sequence[Row], names: Sequence[str], sample: Sequence[str]) -> str:
+    """The whole document; ``names`` are all entries of the collection, ``sample`` those with fewer heads."""
     by_entry: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         by_entry[row["entry"]][row["plan"]] = row
-    parts = [_counts(by_entry, len(names)), _failures(rows), _tensor(rows), _entries(by_entry)]
+    parts = [_counts(by_entry, names, sample), _failures(rows), _tensor(rows), _entries(by_entry)]
     return HEAD + "\n".join(line for part in parts for line in part) + "\n"
 
 
-def _counts(by_entry: dict[str, dict[str, Row]], num_names: int) -> Iterator[str]:
-    passed = sum(all(plan in rows and rows[plan]["passed"] for plan in PLANS) for rows in by_entry.values())
-    complete = sum(all(plan in rows for plan in PLANS) for rows in by_entry.values())
+def _counts(
+    by_entry: dict[str, dict[str, Row]], names: Sequence[str], sample: Sequence[str]
+) -> Iterator[str]:
+    complete = {name for name, rows in by_entry.items() if all(plan in rows for plan in PLANS)}
+    passed = {name for name in complete if all(by_entry[name][plan]["passed"] for plan in PLANS)}
     yield from ("## Counts", "")
-    yield f"{complete} of the {num_names} names were run under all plans; {passed} of these are equal under all of them."
-    yield from ("", "| plan | run | equal | fail with an error | wrong |", "|---|---|---|---|---|")
+    for what, wanted in (("names", set(names)), ("of the sample with one in four of the heads", set(sample))):
+        run, equal = len(complete & wanted), len(passed & wanted)
+        share = f" ({equal / run:.1%})" if run else ""
+        yield f"{run} of {len(wanted)} {what} were run under all plans; {equal}{share} are equal under all of them."
+        yield ""
+    yield from ("| plan | run | equal | fail with an error | wrong |", "|---|---|---|---|---|")
     for plan in PLANS:
         rows = [entry[plan] for entry in by_entry.values() if plan in entry]
         wrong = sum(row.get("stage") == "compare" for row in rows)
