@@ -157,7 +157,7 @@ class Parallel:
 
     @property
     def num_steps(self) -> int:
-        """Steps made so far: with the seed, what dropout draws from. Set it when a training goes on from a checkpoint."""
+        """Steps made so far, those before a loaded checkpoint too: with the seed, what dropout draws from."""
         return self.engine.num_steps
 
     @num_steps.setter
@@ -259,14 +259,15 @@ class Parallel:
 
     @_with_our_errors
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint of parameters, buffers and the optimizer's states that any plan on any number of ranks
-        can load."""
-        saving.save(folder, self._slots(), self.engine.mesh, optimizer)
+        """Write a checkpoint of parameters, buffers, the optimizer's states and the number of steps made that any plan on
+        any number of ranks can load."""
+        saving.save(folder, self._slots(), self.engine.mesh, optimizer, self.num_steps)
 
     @_with_our_errors
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint of the same model, whatever plan and number of ranks it was saved under."""
-        saving.load(folder, self._slots(), self.engine.mesh, optimizer)
+        num_steps = saving.load(folder, self._slots(), self.engine.mesh, optimizer)
+        self.num_steps = self.num_steps if num_steps is None else num_steps
 
     # What it is
 

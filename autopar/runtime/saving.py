@@ -11,6 +11,7 @@ key                                          what
 ``transformer.wte.weight``                   a parameter or persistent buffer, whole, under the model's own name
 ``optimizer.state.<parameter>.<name>``       an optimizer's state, such as ``exp_avg`` or ``step``
 ``optimizer.groups``                         the optimizer's class and the options and parameter names of its groups
+``training.num_steps``                       how many steps were made, which random numbers follow from
 ===========================================  ======================================================================
 
 A checkpoint is written aside and moved into its folder when it is complete; ``.metadata`` arrives last and marks the
@@ -50,6 +51,7 @@ Slot = ParameterSlot | BufferSlot
 
 GROUPS = "optimizer.groups"
 STATE = "optimizer.state."
+NUM_STEPS = "training.num_steps"
 
 _METADATA = ".metadata"  # DCP writes it last
 _PART = ".part"  # sub-folder in which a checkpoint is written
@@ -183,15 +185,21 @@ def whole_tensor(slot: Slot, mesh: Mesh, tensor: Tensor | None = None) -> Tensor
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save(folder: str | Path, slots: Sequence[Slot], mesh: Mesh, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write parameters, persistent buffers and, if given, the optimizer's states to ``folder``. All ranks call this
-    together.
+def save(
+    folder: str | Path,
+    slots: Sequence[Slot],
+    mesh: Mesh,
+    optimizer: torch.optim.Optimizer | None = None,
+    num_steps: int = 0,
+) -> None:
+    """Write parameters, persistent buffers, the number of steps made and, if given, the optimizer's states to ``folder``.
+    All ranks call this together.
 
     A checkpoint that is there already is replaced once the new one is complete; other files in the folder are left
     alone. Raises :class:`ProgramError` on every rank when one of them fails.
     """
     folder = Path(folder)
-    content: dict[str, Any] = dict(state_dict(slots))
+    content: dict[str, Any] = {**state_dict(slots), NUM_STEPS: num_steps}
     problem = None
     try:
         content |= _optimizer_content(slots, optimizer) if optimizer is not None else {}
@@ -292,17 +300,23 @@ def _slot_of(parameter: Tensor, slots: Mapping[int, ParameterSlot]) -> Parameter
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load(folder: str | Path, slots: Sequence[Slot], mesh: Mesh, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Read into the slots, and if given into the optimizer, what :func:`save` wrote, whatever the plan was then.
+def load(
+    folder: str | Path, slots: Sequence[Slot], mesh: Mesh, optimizer: torch.optim.Optimizer | None = None
+) -> int | None:
+    """Read into the slots, and if given into the optimizer, what :func:`save` wrote, whatever the plan was then. Returns the
+    number of steps made before, None where the checkpoint does not say.
 
     All ranks call this together. States that the optimizer does not have yet are made. Raises :class:`ProgramError` on
     every rank, with nothing changed, when there is no checkpoint, or names are missing, or shapes differ.
     """
     folder = Path(folder)
-    problem, content, states = None, {}, _States({}, [])
+    content: dict[str, Any] = {}
+    problem, states = None, _States({}, [])
     try:
         metadata = _read_metadata(folder)
         content = {key: _piece(slot) for key, slot in _keys(slots, metadata, folder).items()}
+        if NUM_STEPS in metadata.state_dict_metadata:
+            content[NUM_STEPS] = 0
         if optimizer is not None:
             states = _wanted_states(slots, optimizer, metadata, folder)
             content |= states.content
@@ -321,6 +335,7 @@ def load(folder: str | Path, slots: Sequence[Slot], mesh: Mesh, optimizer: torch
             slot.invalidate()
     if optimizer is not None:
         _put_states(optimizer, states, content)
+    return content.get(NUM_STEPS)
 
 
 def _read_metadata(folder: Path) -> Metadata:
@@ -354,7 +369,7 @@ def _keys(slots: Sequence[Slot], metadata: Metadata, folder: Path) -> dict[str, 
         if size != tuple(slot.shape):
             differing.append(f"{slot.name} {size} there, {tuple(slot.shape)} here")
     if missing:
-        there = [key for key in entries if not key.startswith("optimizer.")]
+        there = [key for key in entries if key != NUM_STEPS and not key.startswith("optimizer.")]
         raise ProgramError(
             f"the checkpoint in {folder} lacks {_listed(missing)} of this model's {len(found) + len(missing)} tensors; "
             f"it has {_listed(there)}: load it into the model that it was saved from"

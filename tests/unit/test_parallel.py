@@ -140,6 +140,23 @@ def test_saves_and_loads(tmp_path: Path) -> None:
     assert all(torch.equal(value, saved[name]) for name, value in other.full_state_dict().items())
 
 
+def test_dropout_goes_on_after_a_checkpoint_as_without_a_break(tmp_path: Path) -> None:
+    def made() -> Parallel:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 4))
+        return alone(model, torch.ones(4, 8), loss_fn=lambda outputs, inputs: outputs.square().mean())
+
+    parallel = made()
+    losses = [float(parallel.step(torch.ones(4, 8))) for _ in range(2)]
+    parallel.save(tmp_path)
+    losses.append(float(parallel.step(torch.ones(4, 8))))
+    assert len(set(losses)) == 3  # other elements in every step
+    other = made()
+    other.load(tmp_path)
+    assert other.num_steps == 2
+    assert float(other.step(torch.ones(4, 8))) == losses[2]
+
+
 def test_modes() -> None:
     model, inputs = models.gpt2(2)
     parallel = alone(model, inputs)
