@@ -309,10 +309,11 @@ def _structure(graph: OpGraph) -> tuple[object, ...]:
         for op in graph.operators
     )
     ends = (tuple(map(number, graph.received)), tuple(map(number, graph.sent)), graph.loss is None)
-    shapes = tuple((graph.values[value].shape, graph.values[value].dtype) for value in numbers if value)
-    kinds = tuple(graph.values[value].kind for value in numbers if value)
+    values = [graph.values[value] for value in numbers if value]
+    kinds = tuple((value.shape, value.dtype, value.kind, value.requires_grad) for value in values)
+    kept = tuple((number(parameter.value), parameter.trainable, parameter.master) for parameter in graph.parameters)
     blocks = tuple(tuple(len(block.operators) for block in group.blocks) for group in graph.block_groups)
-    return operators, ends, shapes, kinds, blocks
+    return operators, ends, kinds, kept, blocks
 
 
 def _plain(tree: object) -> str:
