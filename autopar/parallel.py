@@ -27,6 +27,7 @@ from autopar.randomness import mode_dependent_operators
 from autopar.ranks import Ranks, attempt, is_cpu, join_group
 from autopar.runtime import Engine, ParameterSlot, load_program, saving
 from autopar.runtime import ProgramError as RuntimeProgramError
+from autopar.runtime.pieces import Slot
 from autopar.runtime.spreading import Spreader
 from autopar.tracing import Traced, trace
 from autopar.tracing.examples import Example, named_leaves
@@ -237,10 +238,10 @@ class Parallel:
 
     # Checkpoints
 
-    def _slots(self) -> list[saving.Slot]:
+    def _slots(self) -> list[Slot]:
         return [*self.engine.slots.values(), *self.engine.buffer_slots.values()]
 
-    def _all_slots(self) -> list[saving.Slot]:
+    def _all_slots(self) -> list[Slot]:
         """Those of all pipeline ranks, parameters first."""
         found = list(self.engine.holdings.described.values())
         return sorted(found, key=lambda slot: not isinstance(slot, ParameterSlot))

@@ -128,7 +128,7 @@ ONLY_IMPORTS = {"autopar.solver": {"autopar.errors"}}
 
 # torch's private names: each has one home, so that a new version of torch is a matter of that file.
 PRIVATE_TORCH = {
-    "torch.Tensor._make_wrapper_subclass": "autopar.runtime.saving",
+    "torch.Tensor._make_wrapper_subclass": "autopar.runtime.pieces",
     "torch._C": "autopar.simulation",
     "torch._ops": "autopar.tracing",
     "torch._subclasses": "autopar.tracing",

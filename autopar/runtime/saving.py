@@ -1,9 +1,9 @@
 """Saving and loading with torch.distributed.checkpoint (DCP), from any plan to any other plan on any number of ranks.
 
 A DTensor cannot say where the pieces of a fused or unevenly nested dim lie, and DCP would write them to wrong places
-without an error. So DCP is given a :class:`Piece` for every tensor: something of the whole's shape of which this rank
-has the rectangles that its slot lists (:meth:`ParameterSlot.chunks`). DCP writes a rectangle that many ranks have
-once, and when loading copies what overlaps. The folder is an ordinary DCP checkpoint:
+without an error. So DCP is given a :class:`~autopar.runtime.pieces.Piece` for every tensor: something of the whole's shape
+of which this rank has the rectangles that its slot lists (:meth:`ParameterSlot.chunks`). DCP writes a rectangle that many
+ranks have once, and when loading copies what overlaps. The folder is an ordinary DCP checkpoint:
 
 ===========================================  ======================================================================
 key                                          what
@@ -25,29 +25,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from autopar.runtime import collectives
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.layouts import Word, changes
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.parameters import BufferSlot, Chunk, ParameterSlot, local_of
-
-Slot = ParameterSlot | BufferSlot
+from autopar.runtime.parameters import BufferSlot, ParameterSlot, local_of
+from autopar.runtime.pieces import Slot, piece_of
 
 GROUPS = "optimizer.groups"
 STATE = "optimizer.state."
@@ -57,69 +48,12 @@ _METADATA = ".metadata"  # DCP writes it last
 _PART = ".part"  # sub-folder in which a checkpoint is written
 
 
-class Piece(Tensor):
-    """A tensor of the whole's shape, of which this rank holds some rectangles; good for DCP's save and load only.
-
-    The three methods with double underscores are what DCP asks of a tensor class (``_Checkpointable``).
-    """
-
-    chunks: list[Chunk]
-
-    @staticmethod
-    def __new__(cls, shape: Sequence[int], local: Tensor, chunks: list[Chunk]) -> Piece:
-        piece: Piece = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
-        piece.chunks = chunks
-        return piece
-
-    def __create_write_items__(self, name: str, value: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(chunk.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_rectangle(chunk),
-                    properties=TensorProperties.create_from_tensor(chunk.tensor),
-                    size=self.size(),
-                ),
-            )
-            for chunk in self.chunks
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_rectangle(chunk) for chunk in self.chunks]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for chunk in self.chunks:
-            if index.offset is not None and tuple(index.offset) == chunk.offsets:
-                return chunk.tensor
-        raise ProgramError(f"{index.fqn} has no rectangle at {index.offset} on this rank")
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise ProgramError(f"{func} of a piece of a state dict: it is for torch.distributed.checkpoint only")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Piece(shape={tuple(self.shape)}, dtype={self.dtype}, rectangles={[c.offsets for c in self.chunks]})"
-
-
-def _rectangle(chunk: Chunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-
-
-def _piece(slot: Slot, tensor: Tensor | None = None) -> Piece:
-    """``tensor``, laid out like the slot's piece at rest (by default that piece itself), for DCP."""
-    local = slot.local if tensor is None else local_of(tensor)
-    return Piece(slot.shape, local, slot.chunks(local))
-
-
 # -- parameters and buffers ------------------------------------------------------------------------------------------
 
 
 def state_dict(slots: Sequence[Slot]) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, to be given to ``torch.distributed.checkpoint.save`` or ``load``."""
-    return {slot.name: _piece(slot) for slot in _saved(slots)}
+    return {slot.name: piece_of(slot) for slot in _saved(slots)}
 
 
 def _saved(slots: Sequence[Slot]) -> Iterator[Slot]:
@@ -274,7 +208,7 @@ def _state_content(slot: ParameterSlot, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == slot.shape and slot.shape:
-        return _piece(slot, value)
+        return piece_of(slot, value)
     if value.dim() == 0:
         return local_of(value)
     raise ProgramError(
@@ -314,7 +248,7 @@ def load(
     problem, states = None, _States({}, [])
     try:
         metadata = _read_metadata(folder)
-        content = {key: _piece(slot) for key, slot in _keys(slots, metadata, folder).items()}
+        content = {key: piece_of(slot) for key, slot in _keys(slots, metadata, folder).items()}
         if NUM_STEPS in metadata.state_dict_metadata:
             content[NUM_STEPS] = 0
         if optimizer is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar.runtime import Mesh, ProgramError, buffer, parameter, saving
 from autopar.runtime.layouts import take_share
+from autopar.runtime.pieces import Slot
 from autopar.simulation import run_ranks
 
 States = dict[str, Tensor]
@@ -69,7 +70,7 @@ class Rank:
             buffer(self.mesh, "steps", (), torch.int64),
             buffer(self.mesh, "table", (6,), torch.float64, persistent=False),
         ]
-        self.slots: list[saving.Slot] = [*self.parameters, *self.buffers]
+        self.slots: list[Slot] = [*self.parameters, *self.buffers]
         for slot in self.slots:
             slot.allocate(torch.device("cpu"))
             slot.fill(lambda name=slot.name: whole[name])  # type: ignore[misc]

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from autopar.runtime import Engine, saving
+from autopar.runtime.pieces import Slot
 from autopar.simulation import run_ranks
 from tests.unit.runtime import chains
 from tests.unit.runtime.training import make_engine
@@ -32,7 +33,7 @@ def size_of(plan: str) -> int:
     return int(arguments[-1] * options.get("data", 1))
 
 
-def slots_of(engine: Engine) -> list[saving.Slot]:
+def slots_of(engine: Engine) -> list[Slot]:
     return [*engine.slots.values(), *engine.buffer_slots.values()]
 
 
