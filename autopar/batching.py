@@ -33,7 +33,9 @@ def at_batch(graph: OpGraph, batch_size: int) -> OpGraph:
         graph,
         batch_size=batch_size,
         values={name: _value(value, graph.batch_size, batch_size) for name, value in graph.values.items()},
-        operators=tuple(_operator(operator, graph.batch_size, batch_size) for operator in graph.operators),
+        operators=tuple(
+            _operator(_by_number(operator, graph), graph.batch_size, batch_size) for operator in graph.operators
+        ),
         _cache={},
     )
 
@@ -43,6 +45,18 @@ def _value(value: Value, before: int, after: int) -> Value:
         return value
     shape = tuple(size * after // before if dim in value.batch_dims else size for dim, size in enumerate(value.shape))
     return replace(value, shape=shape)
+
+
+def _by_number(operator: Operator, graph: OpGraph) -> Operator:
+    """A squeeze with the numbers of the dims that it drops here: at another size the batch may be a dim of size 1 too."""
+    if not operator.target.startswith("aten.squeeze."):
+        return operator
+    shape, given = graph.values[operator.inputs[0]].shape, operator.argument(1, "dim")
+    asked = range(len(shape)) if given is None else given if isinstance(given, tuple) else (given,)
+    dims = tuple(dim % len(shape) for dim in asked if shape and shape[dim] == 1)
+    if not dims:
+        return replace(operator, target="aten.alias.default", args=operator.args[:1], kwargs=())
+    return replace(operator, target="aten.squeeze.dims", args=(operator.args[0], dims), kwargs=())
 
 
 def _operator(operator: Operator, before: int, after: int) -> Operator:

@@ -47,6 +47,15 @@ class BatchLiteral:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """A tensor in the body of a macro-operator (``strategies/experts.py``): a ``row`` value by its number, or one of the
+    ``parameter`` tensors that the operator reads, by its place among them."""
+
+    kind: Literal["row", "parameter"]
+    index: int
+
+
+@dataclass(frozen=True)
 class Value:
     """A tensor of the graph. ``storage`` names the value whose memory this one shares (views), itself otherwise.
 
@@ -78,7 +87,8 @@ class Operator:
     """One call of an ATen operator.
 
     ``target`` is the overload's name, such as ``aten.linear.default``. ``args`` and ``kwargs`` hold ints, floats, bools,
-    strings, None, tuples (lists become tuples), ``Ref``, ``TorchName``, ``DeviceArgument`` and ``BatchLiteral``.
+    strings, None, tuples (lists become tuples), ``Ref``, ``TorchName``, ``DeviceArgument``, ``BatchLiteral`` and, in a
+    macro-operator, ``Slot``.
     ``outputs`` are the ids of the tensors it returns, in order (an output that nobody reads is still named; an output
     that is no tensor is ``""``). ``module`` is the path of the innermost module, ``source`` the user's line.
     """
@@ -102,6 +112,20 @@ class Operator:
         if position < len(self.args):
             return self.args[position]
         return dict(self.kwargs).get(name, default)
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """A branch of an operator that chooses between two: an argument of it, and a small graph of its own.
+
+    ``inputs`` are the branch's names for the operator's operands, in their order; ``values`` describes these and what the
+    ``operators`` compute; ``outputs`` are the results. No id is one of the graph around it.
+    """
+
+    inputs: tuple[str, ...]
+    operators: tuple[Operator, ...]
+    outputs: tuple[str, ...]
+    values: tuple[Value, ...]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from autopar.errors import InputError
 from cost_models import SCHEDULES
 
 RECOMPUTATIONS = ("none", "selective", "full")
+CONTEXT_FORMS = ("ring", "ulysses")
+EXPERT_FORMS = ("exchanged", "replicated")
 OPTIMIZERS = ("adamw", "adam", "sgd_momentum", "sgd")
 
 
@@ -19,7 +21,10 @@ OPTIMIZERS = ("adamw", "adam", "sgd_momentum", "sgd")
 class Parallelism:
     """Degrees that are forced; what is left out is searched.
 
-    ``data`` devices share the batch, ``tensor`` devices share the operators. ``zero`` (0 to 3) says how the parameters
+    ``data`` devices share the batch, ``tensor`` devices the operators, ``context`` devices the sequence, with attention
+    around a ``ring`` or along heads as in ``ulysses`` where ``context_form`` says so, and ``spatial`` devices the space that
+    convolutions slide along. ``expert`` devices share the experts of mixtures: tokens are ``exchanged``, each device having
+    some of the batch, or ``replicated``, where ``expert_form`` says so. ``zero`` (0 to 3) says how the parameters
     rest on the data axis: 0 replicated, 1 optimizer states sharded, 2 gradients too, 3 parameters too. ``pipeline`` ranks
     share the layers, ``schedule`` says in which order they work (a name of ``cost_models.SCHEDULES``),
     ``micro_batch_size`` how many samples, over all devices of a rank, go through at a time, and ``recompute`` what every
@@ -38,26 +43,33 @@ class Parallelism:
     recompute: str | None = None
     schedule: str | None = None
     micro_batch_size: int | None = None
+    context_form: str | None = None
+    spatial: int | None = None
+    expert_form: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline", "context", "expert", "micro_batch_size"):
+        for name in ("data", "tensor", "pipeline", "context", "expert", "micro_batch_size", "spatial"):
             degree = getattr(self, name)
             if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
                 raise InputError(f"Parallelism({name}={degree!r}): a degree is a whole number of at least 1")
         if self.zero is not None and (type(self.zero) is not int or self.zero not in (0, 1, 2, 3)):
             raise InputError(f"Parallelism(zero={self.zero!r}): the ZeRO level is 0, 1, 2 or 3")
-        for name in ("context", "expert"):
-            if getattr(self, name) not in (None, 1):
-                raise InputError(
-                    f"Parallelism({name}={getattr(self, name)}): this version plans stages on data and tensor axes; "
-                    f"leave {name} out or give 1"
-                )
         if self.data is not None and self.micro_batch_size is not None and self.micro_batch_size < self.data:
             raise InputError(
                 f"Parallelism(data={self.data}, micro_batch_size={self.micro_batch_size}): a micro-batch has at least a "
                 f"sample for each of the devices that share it; give micro_batch_size={self.data} or more"
             )
-        for name, known in (("recompute", RECOMPUTATIONS), ("schedule", SCHEDULES)):
+        if self.context_form is not None and self.context is None:
+            raise InputError(
+                f"Parallelism(context_form={self.context_form!r}) says how the sequence is split: give context= as well"
+            )
+        if self.expert_form is not None and self.expert is None:
+            raise InputError(
+                f"Parallelism(expert_form={self.expert_form!r}) says how tokens come to the experts: give expert= as well"
+            )
+        forms = (("recompute", RECOMPUTATIONS), ("schedule", SCHEDULES), ("context_form", CONTEXT_FORMS),
+                 ("expert_form", EXPERT_FORMS))  # fmt: skip
+        for name, known in forms:
             chosen = getattr(self, name)
             if chosen is not None and chosen not in known:
                 raise InputError(f"Parallelism({name}={chosen!r}) is not known; choose one of {', '.join(known)}")

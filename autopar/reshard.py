@@ -24,7 +24,7 @@ from autopar.layout import (
     local_shape,
 )
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 # name -> (collective of the forward pass, collective of the backward pass)
 COLLECTIVES: dict[str, tuple[CollectiveKind | None, CollectiveKind | None]] = {

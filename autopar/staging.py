@@ -119,8 +119,9 @@ def _homes(graph: OpGraph, runs: Sequence[Sequence[Operator]], derived: frozense
             inside = [at for at, run in enumerate(runs) if any(operator.module == module for operator in run)]
             found[inside[0] if inside else -1].update((buffer.updated, buffer.value))
     known = set(graph.readers_of).union(*found)
-    states = [*(entry.value for entry in graph.parameters), *(entry.value for entry in graph.buffers)]
-    found[0].update(value for value in states if value not in known)
+    sources = [entry.value for entry in graph.inputs]
+    sources += [*(entry.value for entry in graph.parameters), *(entry.value for entry in graph.buffers)]
+    found[0].update(value for value in sources if value not in known)
     return found
 
 

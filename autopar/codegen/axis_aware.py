@@ -9,7 +9,10 @@ from autopar.codegen.called import SHARE, Called, joined
 from autopar.codegen.local_sizes import num_parts, same_everywhere, size_at
 from autopar.codegen.scope import AxisCuts
 from autopar.codegen.text import words
+from autopar.layout import Cut
+from autopar.strategies.attention import repeated_heads
 from autopar.strategies.loss import ELEMENTWISE_LOSSES, MEAN, SUM, reduction_of
+from autopar.strategies.rule import in_whole_groups
 from autopar.strategies.signatures import dims_argument, place_in_inputs
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -179,6 +182,24 @@ def _loss_options(call: Called) -> list[str]:
     if call.kind == "kl_div" and dict(call.operator.kwargs).get("log_target"):
         options.append("log_target=True")
     return options
+
+
+def ring_attention(call: Called) -> str:
+    """Attention whose keys are split along the sequence."""
+    shape = call.input_shape(1)
+    rows = len(shape) - 2
+    options = [call.names[3]] if place_in_inputs(call.operator, 3, "attn_mask") is not None else []
+    options.append(f"keys={call.scope.split(shape[rows], call.input_cuts(rows, 1))}")
+    if call.given(5, "is_causal", False):
+        options.append("is_causal=True")
+    if call.given(6, "scale") is not None:
+        options.append(f"scale={call.given(6, 'scale')!r}")
+    repeats = repeated_heads(call.operator, call.graph)
+    heads, cuts = shape[-3], call.input_cuts(len(shape) - 3, 1)
+    parts = num_parts(cuts, call.scope)
+    if repeats > 1 and all(in_whole_groups(cut or Cut.plain(heads), parts, repeats) for _, cut in cuts):
+        options.append(f"repeats={repeats}")
+    return joined(call.scope.runtime("ring_attention"), [*call.names[:3], *options])
 
 
 def _dropout(call: Called) -> str:

@@ -24,6 +24,8 @@ from autopar.codegen.statements import (
     loss_key,
     sent_key,
 )
+from autopar.graph import Operator
+from autopar.strategies.registry import signature_of
 
 
 def function_body(arrangement: Arrangement, place: int) -> FunctionBody:
@@ -91,13 +93,15 @@ def _with_sources(
 
 
 def computed_again(arrangement: Arrangement) -> tuple[frozenset[int], frozenset[str]]:
-    """The blocks of which backward computes all again, by place, and the operators of other blocks that are in runs."""
-    gradient = arrangement.wiring.gradient
+    """The blocks of which backward computes all again, by place, and the operators of other blocks that are in runs.
+
+    What is computed again is what backward asks for: a block of which it needs nothing is not.
+    """
     whole: set[int] = set()
     single: set[str] = set()
     for places in arrangement.kinds:
         operators = [operator.id for operator in arrangement.bodies[places[0]].operators]
-        if not any(value in gradient for operator in arrangement.bodies[places[0]].operators for value in operator.outputs):
+        if not any(_keeps_something(arrangement, operator) for operator in arrangement.bodies[places[0]].operators):
             continue
         whole.update(place for place in places if arrangement.modes[place] == "full")
         statements = function_body(arrangement, places[0]).statements
@@ -106,3 +110,11 @@ def computed_again(arrangement: Arrangement) -> tuple[frozenset[int], frozenset[
         at = [index for index, name in enumerate(operators) if name in inside]
         single.update(arrangement.bodies[place].operators[index].id for place in places for index in at)
     return frozenset(whole), frozenset(single)
+
+
+def _keeps_something(arrangement: Arrangement, operator: Operator) -> bool:
+    """Whether autograd keeps a tensor of an operator's call for backward."""
+    if not any(value in arrangement.wiring.gradient for value in operator.outputs):
+        return False
+    rule = signature_of(operator, arrangement.graph)
+    return rule is None or bool(rule.saved_inputs or rule.saved_outputs or rule.saved_extra_bytes)

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.codegen.axis_aware import AXIS_AWARE
+from autopar.codegen.axis_aware import AXIS_AWARE, ring_attention
+from autopar.codegen.branches import COND, conditional
 from autopar.codegen.called import Called, atom, joined
+from autopar.codegen.experts import mixture
 from autopar.codegen.in_order import values_in_order
 from autopar.codegen.scope import Scope
 from autopar.codegen.sized import SIZED, short
+from autopar.codegen.spatial import OVER_SPACE, with_halos
 from autopar.codegen.spellings import INFIX, PREFIX, PROPERTIES, SAME, Spelling, spellings
 from autopar.graph import Operator, OpGraph, Ref
 from autopar.layout import Layout
@@ -42,9 +45,13 @@ def call(
     assert len(inputs) == len(input_layouts) == len(operator.inputs), (
         f"{operator.id} reads {len(operator.inputs)} tensors"
     )
-    called = Called(operator, tuple(inputs), tuple(input_layouts), tuple(output_layouts), graph, scope)
+    operator, names = with_halos(operator, inputs, input_layouts, graph, scope)
+    called = Called(operator, names, tuple(input_layouts), tuple(output_layouts), graph, scope)
     if called.stand_in is not None:
         return called.stand_in
+    over_space = OVER_SPACE[operator.target](called) if operator.target in OVER_SPACE else None
+    if over_space is not None:
+        return over_space
     special = AXIS_AWARE.get(operator.target) or SIZED.get(operator.target) or _SPECIAL.get(operator.target)
     if special is not None:
         return special(called)
@@ -56,7 +63,12 @@ def call(
         return f"{called.receiver}.{PROPERTIES[operator.target]}"
     if operator.target in SAME:
         return called.names[0]
-    spelling = spellings().get(operator.target)
+    return _usual(called)
+
+
+def _usual(called: Called) -> str:
+    """The call in its usual form where it has one."""
+    spelling = spellings().get(called.operator.target)
     return (_spelled(called, spelling) if spelling else None) or _by_name(called)
 
 
@@ -179,7 +191,35 @@ def _view_as_complex(called: Called) -> str:
     return joined("torch.view_as_complex", [called.names[0] if ordered else f"{called.receiver}.contiguous()"])
 
 
+def _attention(called: Called) -> str:
+    """Around a ring where keys are split along the sequence; else torch's own call."""
+    if called.input_cuts(len(called.input_shape(1)) - 2, 1):
+        return ring_attention(called)
+    return _spelled(called, spellings()[called.operator.target]) or _by_name(called)
+
+
+def _experts(called: Called) -> str:
+    return mixture(called, call)
+
+
+def _scatter(called: Called) -> str:
+    """slice_scatter and select_scatter, which torch differentiates of real numbers only."""
+    if not called.dtype(called.outputs[0]).startswith("complex"):
+        return _usual(called)
+    x, source, *rest = called.args
+    dim = called.given(2, "dim", 0) % len(called.input_shape())  # counted from the end it would be another of the pairs'
+    options = [f"{name}={text}" for name, text in called.kwargs.items() if name != "dim"]
+    pairs = [f"torch.view_as_real({text})" for text in (x, source)]
+    return f"torch.view_as_complex({joined(f'torch.{called.kind}', [*pairs, str(dim), *rest[1:], *options])})"
+
+
+def _conditional(called: Called) -> str:
+    return conditional(called, call)
+
+
 _SPECIAL: dict[str, Callable[[Called], str]] = {
+    "autopar.experts.default": _experts,
+    "aten.scaled_dot_product_attention.default": _attention,
     "aten.rsub.Tensor": _reverse_minus,
     "aten.rsub.Scalar": _reverse_minus,
     **{f"aten.to.{overload}": _cast for overload in ("dtype", "dtype_layout", "device")},
@@ -192,4 +232,7 @@ _SPECIAL: dict[str, Callable[[Called], str]] = {
     "aten.fill.Tensor": _fill,
     "aten.copy.default": _copy,
     "aten.view_as_complex.default": _view_as_complex,
+    COND: _conditional,
+    "aten.slice_scatter.default": _scatter,
+    "aten.select_scatter.default": _scatter,
 }

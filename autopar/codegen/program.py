@@ -51,7 +51,7 @@ def generate(plan: Plan, graph: OpGraph) -> str:
         counts = count_texts(stages, scope, names, reserved, class_names)
         rows = stage_rows(stages, names, scope) if len(stages) > 1 else []
         local_names = counts.local_names.union(*(writer.local_names for writer in writers))
-        taken = {*scope.runtime_names, *scope.splits.values()} & local_names
+        taken = {*scope.runtime_names, *scope.splits.values(), *scope.functions.values()} & local_names
         if not taken:
             break
         reserved |= taken  # a variable must not hide a name of the module: write again without these names

@@ -41,6 +41,7 @@ class Scope:
         self.block_path = ""  # of the block whose class is being written
         self.uses_path = False
         self.splits: dict[tuple[int, AxisCuts], str] = {}
+        self.functions: dict[tuple[str, ...], str] = {}
         self._taken = taken
 
     def runtime(self, name: str) -> str:
@@ -73,6 +74,12 @@ class Scope:
             self.runtime("Split")
         return self.splits[key]
 
+    def function(self, name: str, lines: tuple[str, ...]) -> str:
+        """The name of the function of the program that has these lines, its own name left open in the first as ``{}``."""
+        if lines not in self.functions:
+            self.functions[lines] = self._unused(name)
+        return self.functions[lines]
+
     def batch_literal(self, value: int, cuts: AxisCuts = ()) -> str:
         """A size that is ``value`` at the planned batch and follows it, as cut here."""
         parts = 1
@@ -91,12 +98,14 @@ class Scope:
         return f"{product} // {parts}"
 
     def constants(self) -> list[str]:
-        """Lines that define the cuts, in the order of their first use."""
+        """Lines that define the cuts, and then the functions, in the order of their first use."""
         lines = []
         for (size, cuts), name in self.splits.items():
             texts = [f'"{cut}"' if cut else "None" for _, cut in cuts]
             axes = ", ".join(f"({self.axis(axis)}, {text})" for (axis, _), text in zip(cuts, texts, strict=True))
             lines.append(f"{name} = Split({size}, {axes})")
+        for (first, *rest), name in self.functions.items():
+            lines += ["", "", first.format(name), *rest]
         return lines
 
     def _name_for(self, size: int, cuts: AxisCuts) -> str:
@@ -106,7 +115,7 @@ class Scope:
         return f"{axes}_{size}" + (f"_by_{min(units)}" if units and min(units) > 1 else "")
 
     def _unused(self, name: str) -> str:
-        used = set(self.splits.values())
+        used = {*self.splits.values(), *self.functions.values()}
         unique, number = name, 2
         while unique in used or unique in self._taken:
             unique, number = f"{name}_{number}", number + 1

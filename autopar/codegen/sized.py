@@ -12,6 +12,7 @@ from typing import Any
 from autopar.codegen.called import Called, joined
 from autopar.codegen.in_order import values_in_order
 from autopar.codegen.local_sizes import even_size, part_cuts, ratio_text, size_text
+from autopar.codegen.spatial import cuts_space, group_norm_over_space
 from autopar.graph import BatchLiteral
 from autopar.strategies.pieces import slice_start
 from autopar.strategies.signatures import dims_argument
@@ -203,10 +204,12 @@ def _made(call: Called) -> str:
 
 
 def _group_norm(call: Called) -> str:
-    """The number of groups here."""
+    """The number of groups here. Where space is split, the runtime's own: statistics over all of it."""
     channels = call.input_shape()[1]
     width = channels // call.given(1, "num_groups")
     groups = ratio_text(channels, call.input_cuts(1), width, (), call.scope)
+    if cuts_space(call):
+        return group_norm_over_space(call, groups, [*call.args[2:4], "None", "None"][:2], call.given(4, "eps", 1e-5), width)
     arguments = [call.names[0], groups, *call.args[2:5]]
     while len(arguments) > 2 and arguments[-1] in ("None", "1e-05"):
         arguments.pop()

@@ -7,6 +7,7 @@ Enters: a canonical operator of a :class:`Prepared` graph, the mesh and its axes
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,12 +18,18 @@ import numpy as np
 from autopar.costing.conversions import Conversions, FloatArray
 from autopar.costing.measured import measured_seconds
 from autopar.costing.prepare import Prepared
+from autopar.costing.rings import is_ring, ring_bytes
+from autopar.costing.space import halo_bytes, halo_seconds, with_space
 from autopar.graph import ITEM_BYTES, Operator
 from autopar.layout import PARTIAL, REPLICATED, Layout
+from autopar.strategies.branches import branch_flops
 from autopar.strategies.choices import AxisChoice, Strategy, axis_choices, piece_fraction, share, strategies
-from autopar.strategies.rule import Exchange, Signature, letters_of
+from autopar.strategies.experts import TARGET as MIXTURE
+from autopar.strategies.rule import Exchange, Signature, in_whole_groups, letters_of
 
-Role = Literal["free", "data", "tensor"]
+Role = Literal["free", "data", "tensor", "context", "ring", "ulysses", "spatial", "expert", "exchanged", "replicated"]
+CONTEXT_ROLES: tuple[Role, ...] = ("context", "ring", "ulysses")
+EXPERT_ROLES: tuple[Role, ...] = ("expert", "exchanged", "replicated")
 HEAVY = ("matmul", "attention")
 
 # Tensors of the result's size that a backward pass makes beside the gradients it returns (torch's derivatives.yaml and
@@ -52,7 +59,8 @@ class OperatorTable:
     ``seconds`` is forward and backward compute plus the collectives inside the operator; ``compute_seconds`` the first of
     these; ``forward_seconds`` the forward pass's part; ``output_bytes`` of each result on one device and ``extra_bytes`` of the
     statistics kept for backward; ``flops`` forward and
-    backward on one device. ``inputs`` and ``outputs`` are the columns of layouts.
+    backward on one device; ``beside_bytes`` of what the backward pass holds beside gradients while it goes round a ring.
+    ``inputs`` and ``outputs`` are the columns of layouts.
     """
 
     strategies: tuple[Strategy, ...]
@@ -66,6 +74,7 @@ class OperatorTable:
     extra_bytes: FloatArray
     transient_bytes: FloatArray
     flops: FloatArray
+    beside_bytes: FloatArray
 
 
 def operator_table(
@@ -81,11 +90,22 @@ def operator_table(
     if conversions.cost_model.operators is not None:
         columns = columns_in, columns_out
         ahead, back = measured_seconds(operator, prepared, signature, conversions, columns, (ahead, back))
-    exchanged = _exchange_seconds(operator, prepared, signature, conversions, found)
+    exchanged = _exchange_seconds(operator, prepared, signature, conversions, found, (ahead, back))
     differentiated = any(value in prepared.gradient for value in outputs)
-    work = (signature.flops + (signature.backward_flops if differentiated else 0.0)) if signature else 0.0
+    forward_flops, backward_flops = _flops(operator, prepared, signature)
+    work = forward_flops + (backward_flops if differentiated else 0.0)
     compute = ahead + back
+    extra = _extra_bytes(operator, prepared, signature, conversions, columns_in, shares)
+    transient = _transient_bytes(operator, prepared, signature, conversions, columns_in, columns_out, shares)
+    if signature is not None and signature.halos:  # of a piece with halos there is a copy, and one of its gradient
+        copies = halo_bytes(signature, found)
+        extra, transient = extra + copies * (0 in signature.saved_inputs), transient + copies
     seconds = compute + exchanged.sum(axis=0) + _loss_seconds(operator, prepared, conversions, columns_out)
+    beside = np.zeros(len(found))
+    if signature is not None and any(is_ring(signature, strategy) for strategy in found):
+        values = zip((*operator.inputs[:3], outputs[0]), (*columns_in[:3], columns_out[0]), strict=True)
+        local = [local_bytes(prepared, conversions, value, column) for value, column in values]
+        beside = ring_bytes(operator, prepared.graph, signature, found, local)
     return OperatorTable(
         found,
         columns_in,
@@ -95,9 +115,10 @@ def operator_table(
         ahead + exchanged[0],
         back * _weight_share(operator, prepared, signature),
         tuple(local_bytes(prepared, conversions, value, column) for value, column in zip(outputs, columns_out, strict=True)),
-        _extra_bytes(operator, prepared, signature, conversions, columns_in, shares),
-        _transient_bytes(operator, prepared, signature, conversions, columns_in, columns_out, shares),
+        extra,
+        transient + beside,
         work * shares,
+        beside,
     )
 
 
@@ -143,7 +164,7 @@ def _transient_bytes(
     total = np.zeros(len(shares))
     for value, size in zip(values, sizes, strict=True):
         total = total + (size if value in prepared.gradient else 0.0)
-    if "cross_entropy" in operator.target and signature is not None:
+    if ("cross_entropy" in operator.target or operator.target == MIXTURE) and signature is not None:
         return total + signature.saved_extra_bytes * shares
     return total + TEMPORARIES.get(operator.target, 0.0) * sizes[-1]
 
@@ -168,14 +189,17 @@ def _choices(
         [prepared.flows(operator, index) for index in range(len(operator.inputs))],
         [value in prepared.gradient for value in outputs],
     )
-    letters = prepared.cuts.get(prepared.name(operator.id))
+    name = prepared.name(operator.id)
+    letters = prepared.cuts.get(name)
     per_axis = []
-    for role, size in zip(roles, conversions.mesh.shape, strict=True):
+    for axis, (role, size) in enumerate(zip(roles, conversions.mesh.shape, strict=True)):
         choices = prepared.offered.get((operator.id, size))
         if choices is None:
             choices = axis_choices(signature, letters, flows, size)
             choices = tuple(choice for choice in choices if _worth_offering(choice, operator, signature, prepared))
             prepared.offered[operator.id, size] = choices
+        space, slides = prepared.space.get(name, ()), bool(signature and signature.spatial)
+        choices = with_space(choices, space, slides, role, axis, conversions.mesh.num_devices)
         per_axis.append(_allowed(choices, role, operator, signature, prepared))
     return tuple(per_axis)
 
@@ -236,23 +260,58 @@ def _num_split(strategy: Strategy) -> int:
 def _allowed(
     choices: Sequence[AxisChoice], role: Role, operator: Operator, signature: Signature | None, prepared: Prepared
 ) -> tuple[AxisChoice, ...]:
-    """What a role leaves: a data axis splits the batch and nothing else, a tensor axis anything but the batch.
+    """What a role leaves: a data axis splits the batch and nothing else, any other forced axis anything but the batch.
 
-    Contractions and attention must be split by a forced axis where they can be, on a tensor axis along a dim of their
-    parameter where they have one.
+    Contractions and attention must be split by a forced axis where they can be: on a tensor axis along a dim of their
+    parameter where they have one, on a context axis along another (the sequence, once the batch is out). Attention on a
+    context axis is split along queries and keys, around a ring, or along heads; on a spatial axis space is split. On an
+    axis for experts mixtures are split along them, and all else is free, but where tokens are to be exchanged: then the axis
+    splits the batch everywhere else.
     """
     heavy = signature is not None and signature.kind in HEAVY
-    if role == "free":
+    experts = signature.experts if signature is not None else frozenset()
+    if role in EXPERT_ROLES and experts:
+        joint = set(signature.joint) if signature is not None else set()
+        ways = {"exchanged": joint or experts, "replicated": experts - joint}.get(role, experts)
+        return tuple([choice for choice in choices if choice.letter in ways] or choices)
+    if role in ("free", "expert", "replicated"):
         return tuple(choices)
-    if role == "data":
+    if role in ("data", "exchanged"):
         kept = [choice for choice in choices if choice.letter is None or choice.splits_batch]
+        kept = [choice for choice in kept if choice.letter not in experts]
     else:
         kept = [choice for choice in choices if not choice.splits_batch]
-    if heavy and signature is not None:
-        wanted = None if role == "data" else _parameter_letters(operator, signature, prepared)
+    if signature is not None and role in CONTEXT_ROLES and (heavy or "cross_entropy" in operator.target):
+        split = [choice for choice in kept if choice.letter in _context_letters(role, operator, signature, prepared)]
+        kept = split or kept
+    elif heavy and signature is not None and role == "spatial":
+        kept = [choice for choice in kept if choice.letter in signature.spatial] or kept
+    elif heavy and signature is not None:
+        wanted = None if role in ("data", "exchanged") else _parameter_letters(operator, signature, prepared)
         split = [c for c in kept if c.letter is not None and (wanted is None or c.letter in wanted)]
         kept = split or kept
     return tuple(kept)
+
+
+def sequence_letters(operator: Operator, signature: Signature, prepared: Prepared) -> set[str]:
+    """Letters whose split is one of the sequence: rows of a product with a parameter, queries and keys together."""
+    if signature.kind == "attention":
+        return set(signature.joint)
+    if signature.kind != "matmul" or _parameter_letters(operator, signature, prepared) is None:
+        return set()
+    return _context_letters("context", operator, signature, prepared)
+
+
+def _context_letters(role: Role, operator: Operator, signature: Signature, prepared: Prepared) -> set[str]:
+    """Letters that a context axis splits: those of a contraction's result that its parameter lacks, those of attention, the
+    rows of cross-entropy."""
+    if "cross_entropy" in operator.target:
+        return set(letters_of(signature.inputs[1]))
+    results = {letter for term in signature.outputs for letter in letters_of(term)}
+    if signature.kind != "attention":
+        return results - (_parameter_letters(operator, signature, prepared) or set())
+    heads = results - {member for members in signature.joint.values() for member in members}
+    return (heads if role != "ring" else set()) | (set(signature.joint) if role != "ulysses" else set())
 
 
 def _parameter_letters(operator: Operator, signature: Signature, prepared: Prepared) -> set[str] | None:
@@ -288,6 +347,11 @@ def local_bytes(prepared: Prepared, conversions: Conversions, value: str, column
     return np.asarray(np.array(elements, dtype=np.float64)[column.which] * item)
 
 
+def _flops(operator: Operator, prepared: Prepared, signature: Signature | None) -> tuple[float, float]:
+    """FLOPs of the forward and of the backward pass on whole tensors, as far as they are known."""
+    return (signature.flops, signature.backward_flops) if signature else branch_flops(operator, prepared.graph)
+
+
 def _compute_seconds(
     operator: Operator,
     prepared: Prepared,
@@ -308,12 +372,11 @@ def _compute_seconds(
     priced: Literal["matmul", "attention", "elementwise"] = (
         "matmul" if kind == "matmul" else "attention" if kind == "attention" else "elementwise"
     )
-    flops = signature.flops if signature else 0.0
+    flops, backward_flops = _flops(operator, prepared, signature)
     ahead = model.compute_seconds(flops * shares, moved, dtype, priced, **conversions.where)
     if not any(value in prepared.gradient for value in outputs):
         return ahead, np.zeros(len(moved))
-    flops = signature.backward_flops if signature else 0.0
-    return ahead, model.compute_seconds(flops * shares, 2 * moved, dtype, priced, **conversions.where)
+    return ahead, model.compute_seconds(backward_flops * shares, 2 * moved, dtype, priced, **conversions.where)
 
 
 def _exchange_seconds(
@@ -322,10 +385,12 @@ def _exchange_seconds(
     signature: Signature | None,
     conversions: Conversions,
     found: Sequence[Strategy],
+    compute: tuple[FloatArray, FloatArray],
 ) -> FloatArray:
     """Seconds (forward and backward, strategies) of collectives that the operator performs itself, on each axis that splits
-    a letter which needs them."""
+    a letter which needs them; of those that overlap with ``compute`` what is left when it ends."""
     seconds: FloatArray = np.zeros((2, len(found)))
+    hidden: FloatArray = np.zeros((2, len(found)))
     if signature is None:
         return seconds
     differentiated = any(value in prepared.gradient for value in operator.outputs)
@@ -334,16 +399,31 @@ def _exchange_seconds(
         places = [place for place, strategy in enumerate(found) if strategy.axes[axis].letter == exchange.letter]
         if places:
             amounts = [_exchanged_bytes(exchange, signature, found[place]) for place in places]
-            seconds[int(exchange.backward), places] += exchange.count * cost.seconds(exchange.kind, amounts)
-    return seconds
+            times = exchange.times(conversions.mesh.shape[axis])
+            into = hidden if exchange.overlaps else seconds
+            into[int(exchange.backward), places] += times * cost.seconds(exchange.kind, amounts)
+    if signature.halos:
+        seconds += halo_seconds(signature, conversions, found, differentiated)
+    return seconds + np.maximum(0.0, hidden - np.stack(compute) * _overlapped_share(found, signature))
+
+
+def _overlapped_share(found: Sequence[Strategy], signature: Signature) -> FloatArray:
+    """The part of an operator's work that is done while pieces are on their way: all but that with a device's own."""
+    rings = [[parts for letter, (_, parts) in strategy.split.items() if letter in signature.joint] for strategy in found]
+    return np.array([1.0 - 1.0 / parts[0] if parts else 0.0 for parts in rings])
 
 
 def _exchanged_bytes(exchange: Exchange, signature: Signature, strategy: Strategy) -> float:
     """Bytes of one collective of an exchange on the first device."""
     elements = 1.0
     for letter in exchange.letters:
-        part = piece_fraction(*strategy.split[letter]) if letter in strategy.split else 1.0
-        elements *= signature.sizes[letter] * part
+        split = [strategy.split[name] for name in signature.splitting(letter) if name in strategy.split]
+        elements *= signature.sizes[letter] * math.prod(piece_fraction(*pieces) for pieces in split)
+        elements *= 0.5 if letter == exchange.halved else 1.0
+    if exchange.alike is not None:
+        letter, group = exchange.alike
+        apart = letter in strategy.split and not in_whole_groups(*strategy.split[letter], group)
+        elements /= 1 if apart else group
     return (elements + exchange.more_elements) * exchange.item_bytes
 
 
@@ -360,4 +440,4 @@ def _loss_seconds(
     return np.asarray(prices.seconds[column.which, 0])
 
 
-__all__ = ["HEAVY", "LayoutColumn", "OperatorTable", "Role", "local_bytes", "operator_table"]
+__all__ = ["HEAVY", "LayoutColumn", "OperatorTable", "Role", "local_bytes", "operator_table", "sequence_letters"]

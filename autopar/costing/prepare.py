@@ -19,6 +19,7 @@ from autopar.strategies.choices import AxisChoice
 from autopar.strategies.cuts import LetterCuts, letter_cuts
 from autopar.strategies.registry import signature_of
 from autopar.strategies.rule import Signature
+from autopar.strategies.spatial import letters_of_space
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Prepared:
     canonical operator (an operator without a rule has no entry); ``gradient`` are the values through which a gradient
     flows; ``saved`` the canonical storages that autograd keeps for backward; ``derived`` the canonical operators
     that depend on no parameter (masks, positions, rotary tables); ``of_parameters`` those whose gradient flows to
-    parameters only (an embedding of positions, a cast of a weight).
+    parameters only (an embedding of positions, a cast of a weight). ``space`` are letters of space by canonical operator,
+    longest first.
     """
 
     graph: OpGraph
@@ -41,6 +43,7 @@ class Prepared:
     saved: frozenset[str]
     derived: frozenset[str]
     of_parameters: frozenset[str]
+    space: Mapping[str, tuple[str, ...]]
 
     def name(self, item: str) -> str:
         """The canonical id of an operator or value."""
@@ -90,6 +93,7 @@ def prepare(graph: OpGraph) -> Prepared:
         saved=_saved(graph, representatives, signatures, gradient, canonical),
         derived=derived_operators(graph),
         of_parameters=_of_parameters(graph, gradient),
+        space=letters_of_space([_renamed(operator, canonical) for operator in representatives], signatures),
     )
 
 

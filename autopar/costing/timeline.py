@@ -239,7 +239,7 @@ class _Timeline:
             self.alive(self.again(run), self.back(place), extra)
         size = sum(self.size_of[value] for value in operator.outputs if value)
         beside = extra if "cross_entropy" in operator.target else TEMPORARIES.get(operator.target, 0.0) * size
-        self.alive(self.back(place), self.back(place), beside)
+        self.alive(self.back(place), self.back(place), beside + float(table.beside_bytes[choice]))
 
     def _conversions(self) -> None:
         members: dict[Reader | str, list[Reader]] = {}

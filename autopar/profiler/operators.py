@@ -211,6 +211,8 @@ def _set_local_sizes(need: OperatorNeed, args: list[Any], names: dict[str, Any])
         dim = args[2] if len(args) > 2 else names.get("dim", 0)
         sizes = tuple(shape[dim] for shape in need.outputs)
         args[1] = sizes if isinstance(args[1], tuple) else sizes[0]
+    elif target.startswith(("aten.upsample_", "aten.adaptive_")) and isinstance(args[1], tuple):
+        args[1] = need.outputs[0][-len(args[1]) :]
 
 
 def _filled(item: Any, tensors: Iterator[Tensor], device: torch.device) -> Any:

@@ -107,13 +107,17 @@ def layouts_json(layouts: Sequence[Layout]) -> list[str]:
 
 
 def axis_words(strategy: Strategy, signature: Signature | None, names: Sequence[str]) -> dict[str, str]:
-    """What each axis splits, in words: ``batch``, ``output dim 1``, ``sum over k``, or ``whole``."""
+    """What each axis splits, in words: ``batch``, ``experts``, ``output dim 1``, ``sum over k``, or ``whole``."""
     return {name: _words(choice, signature) for name, choice in zip(names, strategy.axes, strict=True)}
 
 
 def _words(choice: AxisChoice, signature: Signature | None) -> str:
     if choice.letter is None or signature is None:
         return "partial sums pass" if choice.label == "P" else "whole"
+    if choice.letter in signature.experts:
+        return "experts, tokens exchanged" if choice.letter in signature.joint else "experts"
+    if choice.letter in signature.joint:
+        return "sequence, around a ring"
     if choice.splits_batch:
         return "batch"
     for index, state in enumerate(choice.outputs):

@@ -247,7 +247,9 @@ PREDICTED = _object(
 _ARRANGED = {
     "num_pipeline_ranks": POSITIVE,
     "mesh_shape": MESH_SHAPE,
-    "roles": _list({"enum": ["free", "data", "tensor"]}),
+    "roles": _list(
+        {"enum": "free data tensor context ring ulysses spatial expert exchanged replicated".split()}
+    ),
     "schedule": SCHEDULE_KIND,
     "num_stages": POSITIVE,
     "num_micro_batches": POSITIVE,

@@ -1,13 +1,18 @@
 """What a generated program imports: meshes, layout steps, operators that know the mesh, parameters, and the engine."""
 
+from autopar.runtime.branches import cond
 from autopar.runtime.engine import Engine
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.experts import experts
+from autopar.runtime.halo import halo
 from autopar.runtime.mesh import Axis, Ledger, Mesh, Sent
+from autopar.runtime.normalization import group_norm
 from autopar.runtime.operators import batch_norm, cross_entropy, partial_mean, vocab_embedding
 from autopar.runtime.parameters import BufferSlot, Chunk, ParameterSlot, buffer, parameter
 from autopar.runtime.program import Boundary, Count, Input, Output, Stage, load_program
 from autopar.runtime.random import dropout
 from autopar.runtime.recompute import checkpoint
+from autopar.runtime.ring import ring_attention
 from autopar.runtime.split import Split
 from autopar.runtime.steps import (
     all_gather,
@@ -47,10 +52,14 @@ __all__ = [
     "batch_norm",
     "buffer",
     "checkpoint",
+    "cond",
     "copy_to",
     "cross_entropy",
     "dropout",
+    "experts",
     "gather",
+    "group_norm",
+    "halo",
     "keep_first",
     "keep_first_both",
     "keep_first_gradient",
@@ -60,6 +69,7 @@ __all__ = [
     "partial_mean",
     "reduce_from",
     "reduce_scatter",
+    "ring_attention",
     "scatter",
     "take_shard",
     "vocab_embedding",

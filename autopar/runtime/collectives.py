@@ -7,6 +7,9 @@ stacked along a new first dim. An axis of size 1 sends nothing.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,6 +53,42 @@ def all_to_all(x: Tensor, axis: Axis, waits: bool = True) -> Tensor:
     if axis.size == 1 or x.numel() == 0:
         return x
     return _issue("all_to_all", x, axis, "", waits)
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis, num_own: int) -> Tensor:
+    """``sent[k]`` rows of ``x``, one rank's after the other's, go to rank ``k``; the result holds ``received[k]`` rows of
+    each rank. Noted as an all-to-all of ``num_own`` rows: those that this rank has to give away, or gets back.
+    """
+    if not torch.compiler.is_compiling():
+        axis.record("all_to_all", num_own * math.prod(x.shape[1:]) * x.element_size())
+    issued = _functional.all_to_all_single(x.contiguous(), list(received), list(sent), axis.group_name)
+    return _functional.wait_tensor(issued)  # type: ignore[no-any-return]
+
+
+def exchange_with_neighbours(
+    to_previous: Tensor, to_next: Tensor, from_previous: Sequence[int], from_next: Sequence[int], axis: Axis
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the previous and the next rank of ``axis`` have sent here, of these shapes; None where there is no such rank.
+
+    One all-to-all in which only neighbours have something for each other: NCCL sends that from rank to rank, in one group.
+    Noted in the ledger as the messages that it is.
+    """
+    messages = {axis.place - 1: to_previous, axis.place + 1: to_next}
+    shapes = {axis.place - 1: tuple(from_previous), axis.place + 1: tuple(from_next)}
+    neighbours = [peer for peer in messages if 0 <= peer < axis.size]
+    if not neighbours:
+        return None, None
+    sizes = [messages[peer].numel() if peer in neighbours else 0 for peer in range(axis.size)]
+    awaited = [math.prod(shapes[peer]) if peer in neighbours else 0 for peer in range(axis.size)]
+    if not torch.compiler.is_compiling():
+        for size in filter(None, sizes):
+            axis.record("send_recv", size * to_next.element_size())
+    flat = torch.cat([messages[peer].reshape(-1) for peer in neighbours])
+    sent = _transportable(flat, "all_to_all").contiguous()
+    arrived = _functional.wait_tensor(_functional.all_to_all_single(sent, awaited, sizes, axis.group_name))
+    pieces = _restored(arrived, to_next.dtype).split(awaited)
+    previous, following = (pieces[peer].view(shapes[peer]) if peer in neighbours else None for peer in messages)
+    return previous, following
 
 
 def broadcast_in_place(x: Tensor, axis: Axis, source: int) -> Tensor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Layout, Shard, State
 from autopar.strategies.cuts import LetterCuts, to_tensor
-from autopar.strategies.rule import Signature
+from autopar.strategies.rule import Halo, Signature
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class AxisChoice:
     """What one axis does to an operator.
 
     ``label`` is for people: the letter, ``R`` (all replicated), ``G`` (replicated, gradients partial) or ``P`` (partial
-    values pass through). ``inputs`` and ``outputs`` give each tensor's state on the axis.
+    values pass through). ``inputs`` and ``outputs`` give each tensor's state on the axis. ``alone``: letters
+    that no other axis may split then. ``beside``: the letter that a joint one stands for and that other axes may split too;
+    ``work``: then the cut by which the work is shared out.
     """
 
     label: str
@@ -31,6 +33,14 @@ class AxisChoice:
     letter: str | None = None
     cut: Cut | None = None
     splits_batch: bool = False
+    alone: tuple[str, ...] = ()
+    beside: str | None = None
+    work: Cut | None = None
+
+    @property
+    def counts_as(self) -> str | None:
+        """The letter of which this axis makes more pieces."""
+        return self.beside or self.letter
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ def axis_choices(
     for letter in signature.splittable():
         for cut in letters.cuts.get(letter, ()):
             if letters.dominated.get((letter, cut), 0) < axis_size:
-                choice = _split(signature, letter, cut, (letter, cut) in letters.batch)
+                choice = _split(signature, letter, cut, (letter, cut) in letters.batch, axis_size)
                 found.extend([choice] if choice else [])
     found.extend(_pass_partial(signature, group) for group in signature.linear)
     if any(outputs):
@@ -76,7 +86,7 @@ def axis_choices(
     unique: dict[tuple[tuple[State, ...], tuple[State, ...]], AxisChoice] = {}
     for choice in found:
         states = (_settled(choice.inputs, inputs, any(outputs)), _settled(choice.outputs, outputs, True))
-        kept = AxisChoice(choice.label, *states, choice.letter, choice.cut, choice.splits_batch)
+        kept = replace(choice, inputs=states[0], outputs=states[1])
         pieces = (_normalized(states[0], axis_size), _normalized(states[1], axis_size))
         earlier = unique.get(pieces)
         if earlier is None or _rank(kept) > _rank(earlier):
@@ -109,11 +119,14 @@ def _settled(states: Sequence[State], gradient: Sequence[bool], differentiated: 
     )
 
 
-def _split(signature: Signature, letter: str, cut: Cut, splits_batch: bool) -> AxisChoice | None:
-    """The states when one axis splits ``letter``; None when some tensor cannot follow the cut."""
+def _split(signature: Signature, letter: str, cut: Cut, splits_batch: bool, axis_size: int) -> AxisChoice | None:
+    """The states when one axis splits ``letter``; None when some tensor cannot follow the cut, or a halo does not fit."""
+    halos = [halo for halo in signature.halos if halo.letter == letter]
+    if not all(_has_room(signature, halo, cut, axis_size) for halo in halos):
+        return None
     inputs: list[State] = []
     outputs: list[State] = []
-    reduced = all(letter not in _flat(term) for term in signature.outputs)
+    reduced = all(_flat(term).isdisjoint(signature.joint.get(letter, (letter,))) for term in signature.outputs)
     for index, term in enumerate(signature.inputs):
         place = to_tensor(signature, term, letter, cut)
         if place:
@@ -135,7 +148,24 @@ def _split(signature: Signature, letter: str, cut: Cut, splits_batch: bool) -> A
         else:
             outputs.append(REPLICATED if letter in signature.replicated_after else PARTIAL)
     label = letter if cut.is_plain else f"{letter}[{cut}]"
-    return AxisChoice(label, tuple(inputs), tuple(outputs), letter, cut, splits_batch)
+    members = signature.joint.get(letter, ())
+    alone = (letter, *members) if halos or members else ()
+    choice = AxisChoice(label, tuple(inputs), tuple(outputs), letter, cut, splits_batch, alone)
+    if letter not in signature.apart:
+        return choice
+    work = Cut.plain(signature.sizes[members[-1]])
+    return replace(choice, alone=(letter, *members[1:]), beside=members[0], work=work)
+
+
+def _has_room(signature: Signature, halo: Halo, cut: Cut, axis_size: int) -> bool:
+    """Whether the pieces of a cut lie side by side and none is shorter than the halo."""
+    if len(cut.runs) != 1 or cut.runs[0][0] != 1:
+        return False
+    place = to_tensor(signature, signature.inputs[0], halo.letter, cut)
+    if place is None:
+        return False
+    _, _, unit = place[1].runs[0]
+    return cut.num_units // axis_size * unit >= max(halo.before, halo.after)
 
 
 def _flat(term: Sequence[object]) -> set[object]:
@@ -158,7 +188,7 @@ def strategies(per_axis: Sequence[Sequence[AxisChoice]], mesh_shape: Sequence[in
     """Every combination of the axes' choices that can be carried out together, each set of layouts once.
 
     Axes that split one letter cut it alike, and there are units for all of their pieces; an axis of one device splits
-    nothing.
+    nothing, and what exchanges halos along a letter splits it alone.
     """
     found: dict[tuple[int, ...], Strategy] = {}
     numbers: dict[_Sides, int] = {}  # choices with equal pieces are one: comparing their numbers is quick
@@ -167,7 +197,10 @@ def strategies(per_axis: Sequence[Sequence[AxisChoice]], mesh_shape: Sequence[in
         split = _pieces(axes, mesh_shape)
         if split is None:
             continue
-        parts = [split[choice.letter][1] if choice.letter else 1 for choice in axes]
+        if any(choice.beside for choice in axes):
+            parts = [_num_parts(choice, axes, split) for choice in axes]
+        else:
+            parts = [split[choice.letter][1] if choice.letter else 1 for choice in axes]
         for choice, count in zip(axes, parts, strict=True):
             if (id(choice), count) not in pieced:
                 both = _normalized(choice.inputs, count), _normalized(choice.outputs, count)
@@ -186,6 +219,9 @@ def _pieces(axes: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> dict[str, 
     Every device gets something: operators on nothing fail, and means of nothing are no numbers.
     """
     found: dict[str, tuple[Cut, int]] = {}
+    for one in axes:
+        if one.alone and sum(choice.letter in one.alone for choice in axes) > 1:
+            return None
     for choice, size in zip(axes, mesh_shape, strict=True):
         if choice.letter is None:
             continue
@@ -193,13 +229,34 @@ def _pieces(axes: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> dict[str, 
         cut, parts = found.get(choice.letter, (choice.cut, 1))
         if size == 1 or cut != choice.cut or cut.num_units < parts * size:
             return None
+        if choice.work is not None and choice.work.num_units < size:
+            return None
         found[choice.letter] = (cut, parts * size)
+    for one in axes:
+        if one.beside is not None and not _fits_beside(one, axes, found):
+            return None
     return found
+
+
+def _num_parts(choice: AxisChoice, axes: Sequence[AxisChoice], split: Mapping[str, tuple[Cut, int]]) -> int:
+    """Into how many pieces all axes together cut what a choice cuts."""
+    letters = {one.letter for one in axes if one.letter is not None and one.counts_as == choice.counts_as}
+    return math.prod(split[letter][1] for letter in letters)
+
+
+def _fits_beside(joint: AxisChoice, axes: Sequence[AxisChoice], split: Mapping[str, tuple[Cut, int]]) -> bool:
+    """Whether other axes cut the first of the letters that a joint one stands for alike, and there are units for all."""
+    alike = all(other.cut == joint.cut for other in axes if other.letter == joint.beside)
+    assert joint.cut is not None
+    return alike and joint.cut.num_units >= _num_parts(joint, axes, split)
 
 
 def share(strategy: Strategy) -> float:
     """The part of an operator's work that falls to the first device: 1 when nothing is split."""
-    return math.prod(piece_fraction(cut, parts) for cut, parts in strategy.split.values())
+    works = {choice.letter: choice.work for choice in strategy.axes if choice.work is not None}
+    return math.prod(
+        piece_fraction(works.get(letter, cut), parts) for letter, (cut, parts) in strategy.split.items()
+    )
 
 
 @lru_cache(maxsize=1 << 14)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.strategies.rule import Dim, RuleFunction, Signature, Term, letters_of, shapes_of
 from autopar.strategies.signatures import Extras, needs_gradient, number, shape, signature, written
+from autopar.strategies.spatial import sizes_of, space_dims, terms_of, with_space
 
 
 def work(operator: Operator, graph: OpGraph, factors: tuple[int, int], flops: float) -> Extras:
@@ -154,7 +156,7 @@ def _convolution(transposed: bool) -> RuleFunction:
 
 
 def _convolved(operator: Operator, graph: OpGraph, transposed: bool) -> Signature | None:
-    """b (g c) space, (g o) c kernel, (g o) -> b (g o) space: batch and channels may be split, space may not."""
+    """b (g c) space, (g o) c kernel, (g o) -> b (g o) space: batch, channels and space may be split, the kernel may not."""
     x, weight = (shape(graph, value) for value in operator.inputs[:2])
     output = shape(graph, operator.outputs[0])
     space = len(weight) - 2
@@ -163,15 +165,17 @@ def _convolved(operator: Operator, graph: OpGraph, transposed: bool) -> Signatur
     groups = number(operator.argument(6, "groups", 1))
     if transposed and groups > 1:
         return None
-    sizes = {"b": x[0], "g": groups, "c": x[1] // groups, "o": output[1] // groups}
+    dims = space_dims(operator, graph)
+    sizes = {"b": x[0], "g": groups, "c": x[1] // groups, "o": output[1] // groups} | sizes_of(dims)
+    given, result = terms_of(dims)
     inner: Dim = ("c",)
     kernel: list[Dim] = [(size,) for size in weight[2:]]
     grouped: tuple[Dim, Dim] = (("g", "c"), ("g", "o")) if groups > 1 else (("c",), ("o",))
     weight_channels = [grouped[0], grouped[1]] if transposed else [grouped[1], inner]
-    inputs: list[Term] = [(("b",), grouped[0], *((size,) for size in x[2:])), (*weight_channels, *kernel)]
+    inputs: list[Term] = [(("b",), grouped[0], *given), (*weight_channels, *kernel)]
     if len(operator.inputs) == 3:
         inputs.append((grouped[1],))
-    outputs: Term = (("b",), grouped[1], *((size,) for size in output[2:]))
+    outputs: Term = (("b",), grouped[1], *result)
     pixels = math.prod(x[2:]) if transposed else math.prod(output[2:])
     flops = 2.0 * x[0] * pixels * math.prod(weight)
     fields = work(operator, graph, (0, 1), flops)
@@ -179,29 +183,58 @@ def _convolved(operator: Operator, graph: OpGraph, transposed: bool) -> Signatur
         fields["saves"] = (0, 1)  # whichever of the two needs a gradient, autograd keeps both
     if len(operator.inputs) == 3:
         fields = with_bias(fields, (0, 1), 2)
-    return signature(operator, graph, inputs, [outputs], sizes, **fields)
+    return signature(operator, graph, inputs, [outputs], sizes, **with_space(fields, operator, graph, dims))
 
 
 def _bilinear(operator: Operator, graph: OpGraph) -> Signature:
     flops = 2.0 * math.prod(shapes_of(operator, graph)[-1]) * math.prod(shape(graph, operator.inputs[2])[1:])
     bias = len(operator.inputs) == 4
-    fields: Extras = {"kind": "matmul", "flops": flops, "backward_flops": 3 * flops, "saves": (0, 1, 2)}
+    wanted = needs_gradient(operator, graph)[:3]
+    saves = [index for index in range(3) if any(wanted[:index] + wanted[index + 1 :])]  # each for the others' gradients
+    fields: Extras = {"kind": "matmul", "flops": flops, "backward_flops": sum(wanted) * flops, "saves": saves}
     fields["linear"] = ((0, 3), (1, 3), (2, 3)) if bias else ((0,), (1,), (2,))
     fields["additive"] = (3,) if bias else ()
     return written(operator, graph, "b.. i, b.. j, o i j" + (", o" if bias else "") + " -> b.. o", **fields)
 
 
+def _by_expert(rule: RuleFunction) -> RuleFunction:
+    """A product that has a parameter for each entry of a dim: that dim is one of experts."""
+
+    def found(operator: Operator, graph: OpGraph) -> Signature | None:
+        plain = rule(operator, graph)
+        if plain is None:
+            return None
+        terms = [set(letters_of(term)) for term in (*plain.inputs, *plain.outputs)]
+        stacks = [
+            set(letters_of(plain.inputs[index][:1]))
+            for index, value in enumerate(operator.inputs)
+            if len(shape(graph, value)) > 2 and _is_parameter(graph, value)
+        ]
+        return replace(plain, experts=frozenset(set().union(*stacks).intersection(*terms)))
+
+    return found
+
+
+def _is_parameter(graph: OpGraph, value: str) -> bool:
+    """Whether a value is a parameter, or one in another type."""
+    maker = graph.producer_of.get(value)
+    while maker is not None and maker.target.startswith(("aten.to.", "aten._to_copy.")):
+        value = maker.inputs[0]
+        maker = graph.producer_of.get(value)
+    return graph.values[value].kind == "parameter"
+
+
 RULES: dict[str, RuleFunction] = {
     "aten.linear.default": _linear,
-    "aten.matmul.default": _matmul,
+    "aten.matmul.default": _by_expert(_matmul),
     "aten.mm.default": _product("m k, k n -> m n"),
-    "aten.bmm.default": _product("b m k, b k n -> b m n"),
+    "aten.bmm.default": _by_expert(_product("b m k, b k n -> b m n")),
     "aten.mv.default": _vector_product("m k, k -> m"),
     "aten.dot.default": _vector_product("k, k ->"),
     "aten.outer.default": _vector_product("m, n -> m n"),
     "aten.addmm.default": _added_product("m k, k n"),
-    "aten.baddbmm.default": _added_product("b m k, b k n"),
-    "aten.einsum.default": _einsum,
+    "aten.baddbmm.default": _by_expert(_added_product("b m k, b k n")),
+    "aten.einsum.default": _by_expert(_einsum),
     "aten.bilinear.default": _bilinear,
     **{f"aten.conv{n}d.{overload}": _convolution(False) for n in (1, 2, 3) for overload in ("default", "padding")},
     "aten.conv_transpose1d.default": _convolution(True),

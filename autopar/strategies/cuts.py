@@ -41,6 +41,8 @@ def part_range(signature: Signature, part: Part) -> tuple[int, int]:
 
 def to_tensor(signature: Signature, term: Term, letter: str, cut: Cut) -> tuple[int, Cut] | None:
     """The dim of ``term`` that is cut when ``letter`` is, and how; None when the term lacks the letter or cannot be."""
+    if letter in signature.joint:
+        return _joint_to_tensor(signature, term, letter, cut)
     place = place_of(term, letter, signature.sizes)
     if place is None:
         return None
@@ -50,6 +52,26 @@ def to_tensor(signature: Signature, term: Term, letter: str, cut: Cut) -> tuple[
         restricted = restrict(cut, *part_range(signature, dim))
         return None if restricted is None else (index, restricted)
     return index, cut.lifted(outer, inner)
+
+
+def _joint_to_tensor(signature: Signature, term: Term, letter: str, cut: Cut) -> tuple[int, Cut] | None:
+    """As :func:`to_tensor`, for the first dim that a joint letter stands for; one of another size, and all but the first of
+    those that are apart, are cut plainly."""
+    for position, member in enumerate(signature.joint[letter]):
+        size = signature.sizes[member]
+        if place_of(term, member, signature.sizes) is not None:
+            alike = size == cut.size and not (position and letter in signature.apart)
+            return to_tensor(signature, term, member, cut if alike else Cut.plain(size))
+    return None
+
+
+def fits_joint(signature: Signature, letter: str, cut: Cut) -> bool:
+    """Whether a joint letter may be cut so: one piece a device, and plainly where its dims are of several sizes."""
+    if letter in signature.apart:
+        return True
+    one_segment = len(cut.runs) == 1 and cut.runs[0][0] == 1
+    alike = all(signature.sizes[member] == cut.size for member in signature.joint[letter])
+    return one_segment and (alike or cut.is_plain)
 
 
 def to_letter(signature: Signature, term: Term, index: int, cut: Cut) -> tuple[str, Cut] | None:
@@ -208,11 +230,22 @@ def _of_letters(operator: Operator, signature: Signature, state: _Cuts) -> Lette
         for index in range(len(term)):
             for cut in state.known.get((value, index), ()):
                 place = to_letter(signature, term, index, cut)
-                if place and place[0] in found:
-                    found[place[0]][place[1]] = None
+                for letter, own in _splitting(signature, *place) if place else ():
+                    found[letter][own] = None
                     if state.batch.get((value, index)) == cut:
-                        batch.add(place)
+                        batch.add((letter, own))
     return LetterCuts({letter: tuple(cuts)[:MAX_CUTS] for letter, cuts in found.items()}, frozenset(batch))
+
+
+def _splitting(signature: Signature, letter: str, cut: Cut) -> Iterable[tuple[str, Cut]]:
+    """A letter with its cut, and the joint letters that may be cut so because it is; those that may be split at all."""
+    allowed = signature.splittable()
+    if letter in allowed:
+        yield letter, cut
+    for joint in signature.splitting(letter)[1:]:
+        leads = joint not in signature.apart or letter == signature.joint[joint][0]
+        if joint in allowed and leads and cut.size == signature.sizes[joint] and fits_joint(signature, joint, cut):
+            yield joint, cut
 
 
 def _spread(operator: Operator, signature: Signature, state: _Cuts) -> None:

@@ -44,12 +44,13 @@ LOGICAL = """
 """.split()
 STEPWISE = """
     fmod.Scalar remainder.Scalar
-    floor_divide.default floor_divide.Scalar div.Tensor_mode div.Scalar_mode heaviside.default nextafter.default
-    divide.Tensor_mode
+    floor_divide.default floor_divide.Scalar div.Scalar_mode heaviside.default nextafter.default
 """.split()
+REMAINDERS = ("fmod.Tensor", "remainder.Tensor")
+ROUNDED_QUOTIENTS = ("div.Tensor_mode", "divide.Tensor_mode")
 TWO_KEPT = """
-    atan2.default clamp.Tensor clamp_max.Tensor clamp_min.Tensor fmax.default fmin.default fmod.Tensor
-    max.other maximum.default min.other minimum.default remainder.Tensor xlogy.Tensor
+    atan2.default clamp.Tensor clamp_max.Tensor clamp_min.Tensor fmax.default fmin.default
+    max.other maximum.default min.other minimum.default xlogy.Tensor
     xlogy.Scalar_Other pow.Tensor_Scalar logaddexp.default float_power.Tensor_Scalar
 """.split()
 SUMS = "add sub subtract".split()
@@ -136,6 +137,28 @@ def _quotient(operator: Operator, graph: OpGraph) -> Signature:
     return pointwise(operator, graph, saves=saves, linear=((0,),))
 
 
+def _rounded_quotient(operator: Operator, graph: OpGraph) -> Signature:
+    """Its gradient is zero, but autograd keeps what the quotient's would need."""
+    return pointwise(operator, graph, saves=(0, 1) if needs_gradient(operator, graph)[1] else (1,))
+
+
+def _remainder(operator: Operator, graph: OpGraph) -> Signature:
+    return pointwise(operator, graph, saves=(0, 1) if needs_gradient(operator, graph)[1] else ())
+
+
+def _hypotenuse(operator: Operator, graph: OpGraph) -> Signature:
+    return pointwise(operator, graph, saves=_wanting(operator, graph), saves_outputs=(0,))
+
+
+def _sign_of_another(operator: Operator, graph: OpGraph) -> Signature:
+    return pointwise(operator, graph, saves=_wanting(operator, graph)[:1], saves_outputs=(0,))
+
+
+def _wanting(operator: Operator, graph: OpGraph) -> list[int]:
+    """The inputs that have a gradient."""
+    return [index for index, wanted in enumerate(needs_gradient(operator, graph)) if wanted]
+
+
 def _where(operator: Operator, graph: OpGraph) -> Signature:
     """where(condition, x, y): linear in the tensors chosen from, if a number among them is zero."""
     chosen = [operator.argument(1, "self"), operator.argument(2, "other")]
@@ -186,16 +209,23 @@ def _fill(operator: Operator, graph: OpGraph) -> Signature:
 
 
 def _lerp(operator: Operator, graph: OpGraph) -> Signature:
-    by_tensor = len(operator.inputs) == 3
-    return pointwise(operator, graph, linear=((0, 1),), saves=range(3) if by_tensor else ())
+    saves: list[int] = []
+    if len(operator.inputs) == 3:
+        first, end, weight = needs_gradient(operator, graph)
+        saves = [*((0, 1) if weight else ()), *((2,) if first or end else ())]
+    return pointwise(operator, graph, linear=((0, 1),), saves=saves)
 
 
 def _addcmul(operator: Operator, graph: OpGraph) -> Signature:
-    return pointwise(operator, graph, linear=((0, 1), (0, 2)), saves=(1, 2))
+    _, first, second = needs_gradient(operator, graph)
+    saves = [index for index, wanted in ((1, second), (2, first)) if wanted]
+    return pointwise(operator, graph, linear=((0, 1), (0, 2)), saves=saves)
 
 
 def _addcdiv(operator: Operator, graph: OpGraph) -> Signature:
-    return pointwise(operator, graph, linear=((0, 1),), saves=(1, 2))
+    _, numerator, divisor = needs_gradient(operator, graph)
+    saves = [index for index, wanted in ((1, divisor), (2, numerator or divisor)) if wanted]
+    return pointwise(operator, graph, linear=((0, 1),), saves=saves)
 
 
 def _complex_view(text: str) -> RuleFunction:
@@ -219,10 +249,12 @@ RULES: dict[str, RuleFunction] = {
     **_table(_keeps_nothing, COMPARISONS, _TENSOR_OR_SCALAR),
     **_table(_keeps_nothing, LOGICAL),
     **_table(_keeps_nothing, STEPWISE),
+    **_table(_rounded_quotient, ROUNDED_QUOTIENTS),
     **_table(_keeps_inputs, TWO_KEPT),
-    **_table(
-        _keeps_all, ("pow.Tensor_Tensor", "pow.Scalar", "float_power.Tensor_Tensor", "hypot.default", "copysign.Tensor")
-    ),
+    **_table(_remainder, REMAINDERS),
+    **_table(_keeps_all, ("pow.Tensor_Tensor", "pow.Scalar", "float_power.Tensor_Tensor")),
+    "aten.hypot.default": _hypotenuse,
+    "aten.copysign.Tensor": _sign_of_another,
     **_table(_linear, LINEAR, (".default",)),
     **_table(_cast, CASTS),
     **_table(_sum, SUMS, _TENSOR_OR_SCALAR),

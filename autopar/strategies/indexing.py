@@ -10,6 +10,7 @@ from autopar.strategies.signatures import (
     is_floating,
     letters_in,
     names,
+    needs_gradient,
     positive,
     shape,
     signature,
@@ -141,7 +142,13 @@ def _index_add(operator: Operator, graph: OpGraph) -> Signature:
     whole = letters_in([dims[place], *ids])
     linear = ((0, 2),) if "add" in operator.target or "copy" in operator.target else ()
     return signature(operator, graph, [tuple(dims), tuple(ids), source], [tuple(dims)], sizes, whole=whole,
-                     linear=linear, saves=(1, 2))  # fmt: skip
+                     linear=linear, saves=_kept_of_source(operator, graph))  # fmt: skip
+
+
+def _kept_of_source(operator: Operator, graph: OpGraph) -> tuple[int, ...]:
+    """Ids and source: where only x has a gradient index_add keeps neither, since it hands that one on."""
+    added = "add" in operator.target and not needs_gradient(operator, graph)[2]
+    return () if added else (1, 2)
 
 
 def _one_hot(operator: Operator, graph: OpGraph) -> Signature:

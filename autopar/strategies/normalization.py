@@ -6,8 +6,17 @@ import math
 
 from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.strategies.pieces import along
-from autopar.strategies.rule import Dim, Exchange, RuleFunction, Signature, Term
-from autopar.strategies.signatures import first_shape, letters_in, names, number, place_in_inputs, positive, signature
+from autopar.strategies.rule import Dim, Exchange, RuleFunction, Signature, Term, letters_of
+from autopar.strategies.signatures import (
+    first_shape,
+    letters_in,
+    names,
+    needs_gradient,
+    number,
+    place_in_inputs,
+    positive,
+    signature,
+)
 
 
 def statistic_bytes(operator: Operator, graph: OpGraph) -> int:
@@ -25,23 +34,33 @@ def _layer_norm(operator: Operator, graph: OpGraph) -> Signature:
     inputs: list[Term] = [(*dims, *normalized), *([tuple(normalized)] * (len(operator.inputs) - 1))]
     item = statistic_bytes(operator, graph)
     rows = math.prod(given[: len(given) - count])
-    extra = 2.0 * rows * item
-    if "rms" in operator.target:  # composed of smaller operators on the CPU: the normalised tensor is kept too
-        extra = float(item * (rows + (math.prod(given) if len(inputs) > 1 else 0)))
-    return signature(operator, graph, inputs, [inputs[0]], sizes, saves=range(len(inputs)), saves_extra_bytes=extra)
+    extra, saves = 2.0 * rows * item, range(len(inputs))
+    if "rms" in operator.target:  # composed of smaller operators on the CPU: the normalised tensor is kept for the weight
+        extra = float(item * math.prod(given)) if any(needs_gradient(operator, graph)[1:]) else 0.0
+        if needs_gradient(operator, graph)[0]:
+            extra += item * rows
+        else:
+            saves = range(0)
+    return signature(operator, graph, inputs, [inputs[0]], sizes, saves=saves, saves_extra_bytes=extra)
 
 
 def _group_norm(operator: Operator, graph: OpGraph) -> Signature:
-    """x (b (g c) space): groups may be split, what is within one may not."""
+    """x (b (g c) space): groups may be split, and space with its sums exchanged."""
     given = first_shape(operator, graph)
     groups = number(operator.argument(1, "num_groups"))
     sizes = {"b": given[0], "g": groups}
+    space = names("s", given[2:], sizes)
     channels: Dim = ("g", given[1] // groups)
-    inputs: list[Term] = [(("b",), channels, *((size,) for size in given[2:]))]
+    inputs: list[Term] = [(("b",), channels, *space)]
     inputs += [(channels,)] * (len(operator.inputs) - 1)
-    extra = float(2 * given[0] * groups * statistic_bytes(operator, graph))
-    saves = range(min(2, len(inputs)))
-    return signature(operator, graph, inputs, [inputs[0]], sizes, saves=saves, saves_extra_bytes=extra)
+    item = statistic_bytes(operator, graph)
+    return signature(
+        operator, graph, inputs, [inputs[0]], sizes, saves=range(min(2, len(inputs))),
+        saves_extra_bytes=float(2 * given[0] * groups * item),
+        exchanges=_statistics(
+            sorted(letters_in(space)), ("b", "g"), item, needs_gradient(operator, graph)[0], counted=True
+        ),
+    )  # fmt: skip
 
 
 def _batch_norm(operator: Operator, graph: OpGraph) -> Signature:
@@ -64,31 +83,39 @@ def _batch_norm(operator: Operator, graph: OpGraph) -> Signature:
     extra = 2.0 * given[1] * item
     return signature(
         operator, graph, inputs, outputs, sizes, saves=saves, saves_extra_bytes=extra, replicated_after=rows,
-        exchanges=_statistics(sorted(rows), tuple(letters_in(channels)), item),
+        exchanges=_statistics(sorted(rows), tuple(letters_in(channels)), item, needs_gradient(operator, graph)[0]),
     )  # fmt: skip
 
 
-def _statistics(rows: list[str], channels: tuple[str, ...], item_bytes: int) -> tuple[Exchange, ...]:
-    """Forward: sums with the number of rows, then squared deviations. Backward: the gradient's two sums at once."""
+def _statistics(
+    rows: list[str], channels: tuple[str, ...], item_bytes: int, backward: bool, counted: bool = False
+) -> tuple[Exchange, ...]:
+    """Forward: sums with the number of rows unless it is known (``counted``), then squared deviations. Where the input has a
+    gradient (``backward``): that one's two sums at once."""
     found: list[Exchange] = []
     for letter in rows:
-        found.append(Exchange(letter, "all_reduce", channels, item_bytes, more_elements=1))
+        found.append(Exchange(letter, "all_reduce", channels, item_bytes, more_elements=0 if counted else 1))
         found.append(Exchange(letter, "all_reduce", channels, item_bytes))
-        found.append(Exchange(letter, "all_reduce", channels, 2 * item_bytes, backward=True))
+        if backward:
+            found.append(Exchange(letter, "all_reduce", channels, 2 * item_bytes, backward=True))
     return tuple(found)
 
 
 def _instance_norm(operator: Operator, graph: OpGraph) -> Signature | None:
-    """Batch norm of every row on its own; with running statistics (means over rows) there is no rule."""
+    """Batch norm of every row on its own, over space; with running statistics (means over rows) there is no rule."""
     if place_in_inputs(operator, 3, "running_mean") is not None:
         return None
     given = first_shape(operator, graph)
     sizes: dict[str, int] = {}
-    dims = names("b", given[:2], sizes)
-    term = (*dims, *((size,) for size in given[2:]))
-    inputs: list[Term] = [term, *([(dims[1],)] * (len(operator.inputs) - 1))]
-    extra = 3.0 * given[0] * given[1] * statistic_bytes(operator, graph)
-    return signature(operator, graph, inputs, [term], sizes, saves=(0,), saves_extra_bytes=extra)
+    dims, space = names("b", given[:2], sizes), names("s", given[2:], sizes)
+    inputs: list[Term] = [(*dims, *space), *([(dims[1],)] * (len(operator.inputs) - 1))]
+    item = statistic_bytes(operator, graph)
+    return signature(
+        operator, graph, inputs, [inputs[0]], sizes, saves=(0,), saves_extra_bytes=3.0 * given[0] * given[1] * item,
+        exchanges=_statistics(
+            sorted(letters_in(space)), tuple(letters_of(tuple(dims))), item, needs_gradient(operator, graph)[0], counted=True
+        ),
+    )  # fmt: skip
 
 
 def _softmax(operator: Operator, graph: OpGraph) -> Signature:

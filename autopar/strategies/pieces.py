@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from autopar.graph import Operator, OpGraph
 from autopar.strategies.rule import Dim, Part, RuleFunction, Signature, Term
 from autopar.strategies.signatures import (
+    Extras,
     dims_argument,
     first_shape,
     letters_in,
@@ -138,8 +139,10 @@ def _stack(operator: Operator, graph: OpGraph) -> Signature:
 def along(
     operator: Operator, graph: OpGraph, whole_dims: Iterable[int], linear: Sequence[Iterable[int]] = (),
     saves: Iterable[int] = (), saves_outputs: Iterable[int] = (), saves_extra_bytes: float = 0.0,
+    flops: float | None = None,
 ) -> Signature:  # fmt: skip
-    """An operator that works along some dims, the same for all tensors, and element by element along the others."""
+    """An operator that works along some dims, the same for all tensors, and element by element along the others; of one
+    FLOP for each element of the result unless ``flops`` are given."""
     kept_whole = set(whole_dims)
     sizes: dict[str, int] = {}
     result = names("d", first_shape(operator, graph), sizes)
@@ -149,10 +152,11 @@ def along(
         given = shape(graph, value)
         terms.append(tuple((size,) if i in kept_whole else result[i] for i, size in enumerate(given)))
     count = len(operator.inputs)
-    return signature(
-        operator, graph, terms[:count], terms[count:], sizes, whole=whole, linear=linear, saves=saves,
-        saves_outputs=saves_outputs, saves_extra_bytes=saves_extra_bytes,
-    )  # fmt: skip
+    fields: Extras = {"whole": whole, "linear": linear, "saves": saves, "saves_outputs": saves_outputs}
+    fields["saves_extra_bytes"] = saves_extra_bytes
+    if flops is not None:
+        fields["flops"] = flops
+    return signature(operator, graph, terms[:count], terms[count:], sizes, **fields)
 
 
 def _pad(operator: Operator, graph: OpGraph) -> Signature:

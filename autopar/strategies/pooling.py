@@ -1,35 +1,49 @@
-"""Pooling and resizing of images: rows and channels may be split, space stays whole."""
+"""Pooling and resizing of images: rows and channels may be split, and space where windows fit (``spatial.py``)."""
 
 from __future__ import annotations
+
+import math
 
 from autopar.graph import Operator, OpGraph
 from autopar.strategies.pieces import along
 from autopar.strategies.rule import RuleFunction, Signature
-from autopar.strategies.signatures import first_shape, names, shape, signature
+from autopar.strategies.signatures import Extras, first_shape, names, shape, signature
+from autopar.strategies.spatial import sizes_of, space_dims, terms_of, with_space
 
 INDEX_BYTES = 8
 
 
 def _pool(space: int, linear: bool) -> RuleFunction:
-    """The last ``space`` dims are pooled. Max pooling keeps the places of the maxima, 64-bit, with its input."""
+    """The last ``space`` dims are pooled. Max pooling keeps the places of the maxima, 64-bit, with its input; where it returns
+    them, they are places in the whole image."""
 
     def rule(operator: Operator, graph: OpGraph) -> Signature:
         count = len(first_shape(operator, graph))
         elements = graph.values[operator.outputs[0]].num_elements
-        returned = len(operator.outputs) > 1
-        extra = 0.0 if linear or returned else float(elements * INDEX_BYTES)
-        return along(
-            operator, graph, range(count - space, count), ((0,),) if linear else (), saves=(0,),
-            saves_outputs=(1,) if returned else (), saves_extra_bytes=extra,
-        )  # fmt: skip
+        if len(operator.outputs) > 1:
+            return along(operator, graph, range(count - space, count), saves=(0,), saves_outputs=(1,))
+        extra = 0.0 if linear else float(elements * INDEX_BYTES)
+        mean = linear and "adaptive" in operator.target and elements == math.prod(first_shape(operator, graph)[:-space])
+        saves = () if mean else (0,)  # a mean over all of space needs nothing of it
+        fields: Extras = {"linear": ((0,),) if linear else (), "saves": saves, "saves_extra_bytes": extra}
+        return _over_space(operator, graph, fields)
 
     return rule
 
 
 def _resize(operator: Operator, graph: OpGraph) -> Signature:
-    count = len(first_shape(operator, graph))
-    assert len(shape(graph, operator.outputs[0])) == count, "resizing keeps the number of dims"
-    return along(operator, graph, range(2, count), ((0,),))
+    assert len(shape(graph, operator.outputs[0])) == len(first_shape(operator, graph)), "resizing keeps the number of dims"
+    return _over_space(operator, graph, {"linear": ((0,),)})
+
+
+def _over_space(operator: Operator, graph: OpGraph, fields: Extras) -> Signature:
+    """One tensor in and out, with the dims before space alike."""
+    space = space_dims(operator, graph)
+    sizes = sizes_of(space)
+    before = names("b", first_shape(operator, graph)[: space[0].index], sizes)
+    given, result = terms_of(space)
+    fields = with_space(fields, operator, graph, space)
+    return signature(operator, graph, [(*before, *given)], [(*before, *result)], sizes, **fields)
 
 
 def _pixel_shuffle(operator: Operator, graph: OpGraph) -> Signature:

@@ -63,7 +63,18 @@ def _alongside(
     return rule
 
 
+def _histogram(operator: Operator, graph: OpGraph) -> Signature | None:
+    """How many elements fall between fixed borders: a sum over all. Without borders they are the extremes of all elements."""
+    if operator.argument(2, "min", 0) == operator.argument(3, "max", 0):
+        return None
+    sizes: dict[str, int] = {}
+    source = names("d", first_shape(operator, graph), sizes)
+    return signature(operator, graph, [tuple(source)], [(shape(graph, operator.outputs[0]),)], sizes,
+                     flops=float(graph.values[operator.inputs[0]].num_elements))  # fmt: skip
+
+
 RULES: dict[str, RuleFunction] = {
+    "aten.histc.default": _histogram,
     "aten.sum.default": _over(None, sums=True),
     "aten.sum.dim_IntList": _over(1, sums=True),
     "aten.mean.default": _over(None, sums=True),

@@ -12,19 +12,22 @@ from autopar.strategies import (
     contraction,
     creation,
     elementwise,
+    experts,
     indexing,
     loss,
     normalization,
     pieces,
     pooling,
     reduction,
+    spectral,
     views,
 )
 from autopar.strategies.rule import CostKind, RuleFunction, Signature, shapes_of
 from autopar.strategies.signatures import written
 
 FAMILIES = (
-    elementwise, views, contraction, normalization, attention, loss, indexing, pieces, reduction, creation, pooling,
+    elementwise, views, contraction, normalization, attention, loss, indexing, pieces, reduction, creation, pooling, spectral,
+    experts,
 )  # fmt: skip
 RULES: dict[str, RuleFunction] = {target: rule for family in FAMILIES for target, rule in family.RULES.items()}
 _registered: dict[str, RuleFunction] = {}  # by register_rule; read before the families' own

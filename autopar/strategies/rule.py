@@ -25,6 +25,7 @@ from typing import Literal
 
 from autopar.errors import RuleError
 from autopar.graph import Operator, OpGraph
+from autopar.layout import Cut
 from autopar.reshard import CollectiveKind
 
 
@@ -38,6 +39,7 @@ class Part:
 
 Dim = tuple[str | int, ...] | Part
 Term = tuple[Dim, ...]
+Rounds = Literal["once", "others", "all"]
 CostKind = Literal["matmul", "attention", "elementwise", "view", "free"]
 
 
@@ -46,7 +48,11 @@ class Exchange:
     """A collective that an operator performs itself when ``letter`` is split: ``count`` times a tensor of ``letters``.
 
     ``backward`` says whether it belongs to the backward pass. ``item_bytes`` of one element sent. ``more_elements`` are
-    sent along with the tensor (a count beside sums).
+    sent along with the tensor (a count beside sums). ``rounds``: done once, or once for each of the ``others`` on the axis,
+    or for ``all`` devices on it. ``halved``: a letter of which only half of what a device holds is sent, rounded down; where it
+    ``returns``, of what the device as far from the other end holds.
+    ``overlaps``: it is under way while the operator computes. ``alike``: a letter and how many of it side by side are the same,
+    so that one of them is sent where none are apart.
     """
 
     letter: str
@@ -56,6 +62,46 @@ class Exchange:
     count: int = 1
     backward: bool = False
     more_elements: int = 0
+    rounds: Rounds = "once"
+    halved: str | None = None
+    returns: bool = False
+    overlaps: bool = False
+    alike: tuple[str, int] | None = None
+
+    def times(self, axis_size: int) -> int:
+        """How many collectives there are on an axis of ``axis_size`` devices."""
+        rounds = {"once": 1, "others": axis_size - 1, "all": axis_size}
+        return self.count * rounds[self.rounds]
+
+
+Edge = float | Literal["repeat"]
+
+
+@dataclass(frozen=True)
+class Halo:
+    """What an operator needs of its neighbours' pieces of its first input when ``letter``, along dim ``dim``, is split.
+
+    ``before`` elements from the end of the previous device's piece and ``after`` from the beginning of the next one's, sent
+    from neighbour to neighbour; at the borders of the whole tensor they are ``edge``. ``item_bytes`` of one element.
+    ``has_gradient``: backward sends the gradient of the halo back, and it is added. Halos of several letters are exchanged one
+    after the other, each with what the earlier ones have added. Only one axis may split the letter, in plain pieces.
+    """
+
+    letter: str
+    dim: int
+    before: int
+    after: int
+    item_bytes: int
+    has_gradient: bool
+    edge: Edge = 0.0
+
+
+def in_whole_groups(cut: Cut, parts: int, group: int) -> bool:
+    """Whether each of ``parts`` pieces is made of whole groups of so many elements."""
+    if len(cut.runs) != 1 or cut.runs[0][0] != 1:
+        return False
+    _, size, unit = cut.runs[0]
+    return unit % group == 0 or (cut.divides(parts) and size // parts % group == 0)
 
 
 @dataclass(frozen=True)
@@ -64,11 +110,15 @@ class Signature:
 
     ``inputs`` and ``outputs`` have one term per tensor, in the order of ``Operator.inputs`` and ``Operator.outputs``.
     ``sizes`` maps letters to sizes; ``parts`` maps the letter of a divided dim to the sizes of its parts. ``whole`` are
-    letters that must not be split. ``flops`` is of the forward pass on whole tensors; ``backward_flops`` of the backward
-    pass. ``saved_inputs`` and ``saved_outputs`` are what autograd keeps for backward, by position;
-    ``saved_extra_bytes`` is what it keeps besides (softmax statistics and the like), on whole tensors.
+    letters that must not be split. ``halos`` are exchanged with neighbours; ``spatial`` are letters of space, along which a
+    window slides; ``experts`` are those of the experts of a mixture. ``flops`` is of the forward pass on whole tensors;
+    ``backward_flops`` of the backward pass. ``saved_inputs`` and ``saved_outputs`` are what autograd keeps for backward, by
+    position; ``saved_extra_bytes`` is what it keeps besides (softmax statistics and the like), on whole tensors.
     ``random`` operators draw numbers and are never split, unless the numbers are ``counted``: functions of the elements'
-    places in the whole tensor.
+    places in the whole tensor. ``joint`` letters stand for several others that are cut together, alike and in one piece a
+    device (queries and keys, around a ring): one axis at the most splits such a letter. Of joint letters that are ``apart``
+    the first one may be split by other axes too, and the others are cut plainly (tokens, and the experts that they travel to);
+    a device's work is its piece of the last one.
     """
 
     inputs: tuple[Term, ...]
@@ -77,6 +127,9 @@ class Signature:
     parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     exchanges: tuple[Exchange, ...] = ()
+    halos: tuple[Halo, ...] = ()
+    spatial: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
     replicated_after: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     additive: frozenset[int] = frozenset()
@@ -88,6 +141,8 @@ class Signature:
     saved_extra_bytes: float = 0.0
     random: bool = False
     counted: bool = False
+    joint: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
 
     def splittable(self) -> tuple[str, ...]:
         """Letters that a strategy may split, in order of appearance, outputs first."""
@@ -99,10 +154,14 @@ class Signature:
             return ()
         terms = [letters_of(term) for term in (*self.outputs, *self.inputs)]
         repeated = {letter for letters in terms for letter in letters if letters.count(letter) > 1}
-        found = dict.fromkeys(itertools.chain(*terms))
+        found = dict.fromkeys(itertools.chain(*terms, self.joint))
         return tuple(
             letter for letter in found if letter not in self.whole and self.sizes[letter] > 1 and letter not in repeated
         )
+
+    def splitting(self, letter: str) -> tuple[str, ...]:
+        """The letters whose split cuts the dims of ``letter``: itself, and joint ones that stand for it."""
+        return (letter, *(name for name, members in self.joint.items() if letter in members))
 
 
 RuleFunction = Callable[[Operator, OpGraph], Signature | None]

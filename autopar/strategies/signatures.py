@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autopar.graph import BatchLiteral, Operator, OpGraph, refs
-from autopar.strategies.rule import CostKind, Dim, Exchange, Signature, Term, letters_of, parse, shapes_of
+from autopar.strategies.rule import CostKind, Dim, Exchange, Halo, Signature, Term, letters_of, parse, shapes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,6 +24,9 @@ class Extras(TypedDict, total=False):
     whole: Iterable[str]
     parts: Mapping[str, tuple[int, ...]]
     exchanges: tuple[Exchange, ...]
+    halos: tuple[Halo, ...]
+    spatial: Iterable[str]
+    experts: Iterable[str]
     replicated_after: Iterable[str]
     kind: CostKind
     flops: float
@@ -33,6 +36,8 @@ class Extras(TypedDict, total=False):
     saves_extra_bytes: float
     random: bool
     counted: bool
+    joint: Mapping[str, tuple[str, ...]]
+    apart: Iterable[str]
 
 
 def signature(
@@ -55,6 +60,9 @@ def signature(
         parts=extras.get("parts", {}),
         whole=frozenset(extras.get("whole", ())),
         exchanges=extras.get("exchanges", ()),
+        halos=extras.get("halos", ()),
+        spatial=frozenset(extras.get("spatial", ())),
+        experts=frozenset(extras.get("experts", ())),
         replicated_after=frozenset(extras.get("replicated_after", ())),
         linear=tuple(frozenset(group) for group in extras.get("linear", ()) if _is_sum(operator, graph, group)),
         additive=frozenset(extras.get("additive", ())),
@@ -66,6 +74,8 @@ def signature(
         saved_extra_bytes=extras.get("saves_extra_bytes", 0.0) if backward else 0.0,
         random=extras.get("random", False),
         counted=extras.get("counted", False),
+        joint=extras.get("joint", {}),
+        apart=frozenset(extras.get("apart", ())),
     )
 
 

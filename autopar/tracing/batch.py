@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.graph import BatchLiteral, BlockGroup, Operator, Ref
+from autopar.graph import BatchLiteral, BlockGroup, Operator, Ref, Subgraph
+from autopar.strategies.elementwise import QUOTIENTS
 from autopar.tracing.lowered import Lowered
 
+_QUOTIENTS = tuple(f"aten.{name}.{kind}" for name in QUOTIENTS for kind in ("Tensor", "Scalar"))
 MIN_BLOCKS_TO_CUT = 4
 KEPT_BLOCKS = 2
 
@@ -172,11 +174,14 @@ class _Comparison:
         elif isinstance(ours, tuple) and isinstance(theirs, tuple):
             if len(ours) == len(theirs):
                 return tuple(self._mark(x, y, operator) for x, y in zip(ours, theirs, strict=True))
+        elif isinstance(ours, Subgraph) and isinstance(theirs, Subgraph):
+            return ours  # a branch has the batch whole
         elif type(ours) is type(theirs):
             if ours == theirs:
                 return ours
-            if type(ours) is int and ours * self.other == theirs * self.batch:
-                return BatchLiteral(ours)
+            follows = type(ours) in (int, float) and ours * self.other == theirs * self.batch
+            if follows and (type(ours) is int or (operator.target in _QUOTIENTS and ours.is_integer())):
+                return BatchLiteral(int(ours))  # a quotient by a whole number is the same whatever the number's type
         raise _Differs(
             f"{operator.id} ({operator.source}) has {ours!r} at a batch of {self.batch} and {theirs!r} at {self.other}"
         )

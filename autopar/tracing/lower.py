@@ -35,10 +35,13 @@ from autopar.graph import (
 from autopar.options import Precision
 from autopar.tracing.autocast import Autocast, Casting
 from autopar.tracing.capture import Capture
+from autopar.tracing.causal import fold_causal_masks
 from autopar.tracing.dropped_attention import dropped_attention
+from autopar.tracing.experts import fold_experts
 from autopar.tracing.lowered import Lowered, Unknown, drop_dead
 from autopar.tracing.needs import Gradients
 from autopar.tracing.places import Place, View, memory_of, read, write
+from autopar.tracing.regions import region
 from autopar.tracing.selected import carried, put_back, unknown_result
 from autopar.tracing.source import line_of_trace, read_module_stack
 from autopar.tracing.targets import (
@@ -48,16 +51,15 @@ from autopar.tracing.targets import (
     RESHAPE_IN_PLACE,
     SAME_TENSOR,
     SHAPED_BY_STRIDES,
-    SHAPED_LIKE,
     argument_of,
     dtype_name,
     functional_form,
     is_idle_dropout,
     not_an_operator,
-    region_name,
     resolve_target,
     same_layout,
     types_that_do_not_meet,
+    without_lender,
     writes_into_first,
 )
 
@@ -96,7 +98,7 @@ class _Lowering:
     def run(self) -> None:
         lowered, capture = self.lowered, self.capture
         self._add_states()
-        results = self._run_graph(capture.graph_module, None)
+        results = self.run_graph(capture.graph_module, None)
         for unknown in (result for result in results if isinstance(result, Unknown)):
             self.fail(unknown.fact, unknown.line)
         values = [read(place, self.emit) for place in results]
@@ -105,6 +107,8 @@ class _Lowering:
             del values[capture.loss_index]
         lowered.outputs = [Output(value, path) for value, path in zip(values, capture.output_paths, strict=True)]
         self._note_updates()
+        fold_experts(self.lowered)
+        fold_causal_masks(self.lowered)
         drop_dead(self.lowered)
 
     # -- parameters, buffers, inputs, constants ------------------------------------------------------------------
@@ -163,7 +167,7 @@ class _Lowering:
 
     # -- the walk ------------------------------------------------------------------------------------------------
 
-    def _run_graph(self, module: torch.fx.GraphModule, arguments: list[Any] | None) -> list[Any]:
+    def run_graph(self, module: torch.fx.GraphModule, arguments: list[Any] | None) -> list[Any]:
         env: _Env = {}
         given = iter(arguments or [])
         for node in module.graph.nodes:
@@ -189,7 +193,7 @@ class _Lowering:
     def _call(self, node: torch.fx.Node, env: _Env) -> Any:
         target: Any = node.target
         if isinstance(target, HigherOrderOperator):
-            return self._region(node, target, env)
+            return region(self, node, target, env)
         unknown = next((env[item] for item in node.all_input_nodes if isinstance(env[item], Unknown)), None)
         if unknown is not None:
             return self._of_unknown(node, target, env, unknown)
@@ -231,25 +235,6 @@ class _Lowering:
         found = carried(self, node, env, unknown)
         return found if isinstance(found, Unknown) else Place(found, memory_of(node.meta["val"]))
 
-    def _region(self, node: torch.fx.Node, target: HigherOrderOperator, env: _Env) -> Any:
-        """The body of a region without gradient, or under autocast, as if it stood here."""
-        if region_name(target) == "wrap_with_set_grad_enabled":
-            enabled, body, *arguments = node.args
-            before, self.grad_enabled = self.grad_enabled, bool(enabled)
-            results = self._run_graph(env[body], [env[item] for item in arguments])  # type: ignore[index]
-            self.grad_enabled = before
-            return tuple(results)
-        if region_name(target) == "wrap_with_autocast":
-            device_type, dtype, enabled, _, body, *arguments = node.args
-            before_region = self.autocast
-            if device_type == self._device_type():
-                assert isinstance(dtype, torch.dtype), "autocast has a type"
-                self.autocast = Autocast(self._device_type(), dtype) if enabled else None
-            results = self._run_graph(env[body], [env[item] for item in arguments])  # type: ignore[index]
-            self.autocast = before_region
-            return tuple(results)
-        self.fail(f"uses the higher-order operator {region_name(target)}, which autopar cannot plan")
-
     def _identity(self, node: torch.fx.Node, name: str, env: _Env) -> Any:
         """The place of an operator that only hands on its first argument, or None if it does more."""
         source = env.get(node.args[0]) if node.args and isinstance(node.args[0], torch.fx.Node) else None
@@ -288,7 +273,7 @@ class _Lowering:
         """The places of what the node computes."""
         result = node.meta.get("val")
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-        ids = self._record(name, args, kwargs, outputs, isinstance(result, (tuple, list)))
+        ids = self.record(name, args, kwargs, outputs, isinstance(result, (tuple, list)))
         views = (View(name, args[1:], kwargs, index) for index in range(len(outputs)))
         places = [
             self._place(node, env, view, value, fake) for view, value, fake in zip(views, ids, outputs, strict=True)
@@ -298,15 +283,12 @@ class _Lowering:
     def _spelled(
         self, node: torch.fx.Node, target: OpOverload, env: _Env
     ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """An operator's name and arguments. A tensor that only lends its shape is none of them, the shape is: no gradient
-        reaches that tensor, and its layout does not matter."""
+        """An operator's name and arguments, without a tensor of which only the shape is read."""
         args, kwargs = self.arguments(node, env)
         if self.autocast is not None:
             args, kwargs = self._casting.applied(target, args, kwargs, self.autocast)
-        with_shape = SHAPED_LIKE.get(str(target))
-        if with_shape is None:
-            return str(target), args, kwargs
-        return with_shape, (args[0], tuple(node.meta["val"].shape)), {}
+        dtypes = {self.fakes[ref.value].dtype for ref in refs(args)}
+        return without_lender(str(target), args, kwargs, node.meta.get("val"), len(dtypes) > 1)
 
     def _place(self, node: torch.fx.Node, env: _Env, view: View, value: str, fake: Any) -> Place | None:
         if not isinstance(fake, torch.Tensor):
@@ -335,7 +317,7 @@ class _Lowering:
         args, kwargs = self.arguments(node, env)
         statistics = [env[argument_of(node, target, name)] for name in ("running_mean", "running_var")]
         fakes = [node.meta["val"], *(self.fakes[place.value] for place in statistics)]
-        ids = self._record(str(target), args, kwargs, fakes, True)
+        ids = self.record(str(target), args, kwargs, fakes, True)
         for place, value in zip(statistics, ids[1:], strict=True):
             self._write(place, value)
         return Place(ids[0], memory_of(node.meta["val"]))
@@ -389,7 +371,7 @@ class _Lowering:
             result = resolve_target(target)(*self.to_torch(args), **self.to_torch(kwargs))
         several = isinstance(result, (tuple, list))
         outputs = list(result) if several else [result]
-        ids = self._record(target, args, kwargs, outputs, several)
+        ids = self.record(target, args, kwargs, outputs, several)
         for value, fake in zip(ids, outputs, strict=True):
             for ref in refs(args):
                 if memory_of(self.fakes[ref.value]) == memory_of(fake):
@@ -397,7 +379,7 @@ class _Lowering:
                     self.lowered.values[value] = replace(self.lowered.values[value], storage=storage)
         return ids
 
-    def _record(self, target: str, args: Any, kwargs: dict[str, Any], outputs: list[Any], several: bool) -> list[str]:
+    def record(self, target: str, args: Any, kwargs: dict[str, Any], outputs: list[Any], several: bool) -> list[str]:
         mixed = types_that_do_not_meet(target, [self.fakes[ref.value] for ref in refs((args, tuple(kwargs.values())))])
         if mixed:
             self.fail(
@@ -471,7 +453,7 @@ class _Lowering:
         if isinstance(tree, TorchName):
             return getattr(torch, tree.name.removeprefix("torch."))
         if isinstance(tree, DeviceArgument):
-            return torch.device(self._device_type())
+            return torch.device(self.device_type())
         if isinstance(tree, dict):
             return {key: self.to_torch(item, gradient) for key, item in tree.items()}
         if isinstance(tree, tuple):
@@ -486,7 +468,7 @@ class _Lowering:
         path, module_class, nest = read_module_stack(entries)
         return self.capture.rename(path), module_class, tuple(self.capture.rename(block) for block in nest)
 
-    def _device_type(self) -> str:
+    def device_type(self) -> str:
         return next((str(state.stand_in.device.type) for state in self.capture.states), "cpu")
 
     def _line(self) -> str:

@@ -19,10 +19,11 @@ SHAPED_BY_VALUES = frozenset("_local_scalar_dense item nonzero masked_select uni
 SHAPED_BY_STRIDES = frozenset("as_strided as_strided_copy as_strided_scatter".split())
 SAME_TENSOR = frozenset(("alias", "lift_fresh"))
 CONVERSIONS = frozenset(("to", "_to_copy", "type_as"))
-SHAPED_LIKE = {
-    "aten.expand_as.default": "aten.expand.default",
-    "aten.view_as.default": "aten.view.default",
-    "aten.reshape_as.default": "aten.reshape.default",
+SHAPED_LIKE = {  # the plain form, and which argument is read: the other one only lends its shape
+    "aten.expand_as.default": ("aten.expand.default", 0),
+    "aten.view_as.default": ("aten.view.default", 0),
+    "aten.reshape_as.default": ("aten.reshape.default", 0),
+    "aten.fill.Tensor": ("aten.expand.default", 1),
 }
 DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"))
 RESHAPE_IN_PLACE = frozenset("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_".split())
@@ -68,6 +69,21 @@ def functional_form(target: OpOverload) -> str | None:
     packet = getattr(getattr(torch.ops, namespace), name, None)
     found = packet is not None and overload in packet.overloads()
     return f"{namespace}.{name}.{overload}" if found else None
+
+
+def without_lender(
+    target: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, mixed: bool
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """An operator without the tensor that only lends its shape: no gradient reaches that one, and its layout does not matter.
+
+    ``mixed``: its tensors have several dtypes; what fills a tensor takes that one's, so that both stay.
+    """
+    if target == "aten.fill.Scalar":
+        return "aten.full_like.default", args, {}
+    if target not in SHAPED_LIKE or (mixed and target == "aten.fill.Tensor"):
+        return target, args, kwargs
+    plain, position = SHAPED_LIKE[target]
+    return plain, (args[position], tuple(result.shape)), {}
 
 
 def writes_into_first(target: OpOverload) -> bool:

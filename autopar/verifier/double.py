@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopar.graph import OpGraph, TorchName
+from autopar.errors import InputError
+from autopar.graph import OpGraph, Subgraph, TorchName
 
 _WIDER = {"float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128"}
 _WIDER_TYPES = {getattr(torch, name): getattr(torch, wide) for name, wide in _WIDER.items()}
 _LITERALS = (torch.tensor, torch.as_tensor)
+_GROUPED = "_grouped_mm"  # what torch.nn.functional.grouped_mm calls
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
@@ -30,6 +32,12 @@ def in_double(graph: OpGraph) -> OpGraph:
         if isinstance(tree, TorchName):
             name = tree.name.removeprefix("torch.")
             return TorchName(f"torch.{_WIDER[name]}") if name in _WIDER else tree
+        if isinstance(tree, Subgraph):
+            return replace(
+                tree,
+                operators=tuple(replace(op, args=wide(op.args), kwargs=wide(op.kwargs)) for op in tree.operators),
+                values=tuple(replace(value, dtype=_WIDER.get(value.dtype, value.dtype)) for value in tree.values),
+            )
         return tuple(wide(item) for item in tree) if isinstance(tree, tuple) else tree
 
     return replace(
@@ -64,8 +72,24 @@ class InDouble(TorchFunctionMode):
             return made.to(wide_type(made.dtype))
         if func in _CASTS:
             return args[0].double()
+        if getattr(func, "__name__", "") == _GROUPED and args[0].dtype == torch.float64:
+            return _grouped_product(*args, **(kwargs or {}))
         args = tuple(wide_type(item) for item in args)
         return func(*args, **{name: wide_type(item) for name, item in (kwargs or {}).items()})
+
+
+def _grouped_product(
+    x: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Grouped matrix products of rows that end at ``offs``, which torch has in lower precision only."""
+    if offs is None or bias is not None or (x.dim(), matrices.dim()) != (2, 3):
+        raise InputError(
+            f"grouped_mm of {list(x.shape)} by {list(matrices.shape)}, which torch does not have in float64, is verified for "
+            "rows [rows, in] by matrices [groups, in, out] only, with offs and without a bias; write it so, or as products"
+        )
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    return torch.cat([x[start:end] @ matrix for start, end, matrix in zip(starts, ends, matrices, strict=True)])
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from autopar.runtime import Engine, load_program
 from autopar.tracing import trace
 from cost_models import Cluster
 from tests.e2e.test_runtime_gloo import spawn
+from tests.support.mixtures import mixtral
 from tests.support.models import llama
 from tests.support.running import values_of
 
@@ -40,6 +41,34 @@ def run_compiled_llama() -> None:
         losses.append(torch.stack(steps))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
     assert losses[0][0] > losses[0][-1]
+
+
+def run_compiled_experts() -> None:
+    """What an expert does is a function of the program, called from one that is not compiled."""
+    model, inputs = mixtral()
+    found = trace(model, inputs)
+    forced = Parallelism(pipeline=1, micro_batch_size=8, expert=2, expert_form="exchanged")
+    cluster = Cluster.local(2, memory_bytes=2**33, num_cores=2)
+    source = generate(plan(model, cluster, inputs, parallelism=forced), found.graph)
+    values = values_of(model)
+    losses = []
+    for compiled in (False, True):
+        engine = Engine(load_program(source))
+        engine.load(values.__getitem__)
+        if compiled:
+            engine.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        for _ in range(2):
+            losses.append(engine.step(**inputs))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(torch.stack(losses[:2]), torch.stack(losses[2:]), rtol=1e-10, atol=0)
+    assert losses[0] > losses[1]
+
+
+@pytest.mark.slow
+def test_a_program_with_experts_compiles() -> None:
+    spawn(run_compiled_experts)
 
 
 def test_a_planned_program_compiles() -> None:

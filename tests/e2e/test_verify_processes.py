@@ -16,6 +16,7 @@ from autopar.verifier import verify, verifying
 from autopar.verifier.trial import TrialError
 from cost_models import Cluster
 from tests.support import models
+from tests.support.attention import Attention, squares
 
 pytestmark = pytest.mark.e2e
 
@@ -31,6 +32,17 @@ def planned(**degrees: Any) -> tuple[nn.Module, Plan, dict[str, Tensor]]:
 def test_on_processes() -> None:
     model, plan, inputs = planned(data=2, zero=1)
     verify(model, plan, inputs, loss_fn=models.cross_entropy, processes=True, count_collectives=True).require()
+
+
+@pytest.mark.slow
+def test_a_ring_on_three_processes() -> None:
+    """Uneven pieces of keys and values from process to process, rows traded first; what is sent is what is planned."""
+    torch.manual_seed(0)
+    model, inputs = Attention(12, 4, 2), (torch.randn(2, 11, 12),)
+    graph = trace(model, inputs, loss_fn=squares).graph
+    options = PlanOptions(parallelism=Parallelism(pipeline=1, context=3, context_form="ring", micro_batch_size=2))
+    plan = plan_graph(graph, Cluster.local(3), options)
+    verify(model, plan, inputs, loss_fn=squares, processes=True, count_collectives=True).require()
 
 
 def test_a_failing_process_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:

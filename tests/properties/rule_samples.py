@@ -6,68 +6,18 @@ uneven, so that pieces differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from autopar.graph import DeviceArgument, TorchName
 from autopar.strategies import elementwise
 from autopar.strategies.registry import RULES
-
-
-@dataclass(frozen=True)
-class Given:
-    """A tensor to draw: uniform in ``[low, high)``; of distinct values where ``distinct``."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    low: float = 0.0
-    high: float = 1.0
-    gradient: bool = False
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One call. ``mesh`` shapes are tried beside the axes of one, two and three devices."""
-
-    target: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...] = ()
-    meshes: tuple[tuple[int, ...], ...] = ()
-
-    def __str__(self) -> str:
-        def text(argument: Any) -> str:
-            if isinstance(argument, Given):
-                return "x".join(map(str, argument.shape)) or "scalar"
-            if isinstance(argument, tuple):
-                return "[" + ",".join(map(text, argument)) + "]"
-            return argument.name if isinstance(argument, TorchName) else str(argument)
-
-        return f"{self.target}({', '.join(text(a) for a in (*self.args, *(v for _, v in self.kwargs)))})"
-
-
-def T(*shape: int, low: float = 0.2, high: float = 0.8) -> Given:
-    return Given(shape, "float64", low, high, gradient=True)
-
-
-def N(*shape: int, low: float = 0.2, high: float = 0.8) -> Given:
-    return Given(shape, "float64", low, high)
-
-
-def I(below: int, *shape: int) -> Given:  # noqa: E743
-    return Given(shape, "int64", 0, below)
-
-
-def B(*shape: int) -> Given:
-    return Given(shape, "bool", 0, 2)
-
-
-def F32(*shape: int) -> Given:
-    return Given(shape, "float32", 0.2, 0.8, gradient=True)
-
+from tests.properties.mixture_samples import mixtures
+from tests.properties.sample import F32, B, C, Given, I, N, Sample, T
 
 FLOAT = TorchName("torch.float64")
 DEVICE = DeviceArgument()
 NESTED = ((2, 2), (2, 3))
+SQUARE = ((2, 2),)
 _found: list[Sample] = []
 
 
@@ -106,7 +56,13 @@ def _pointwise() -> None:
             _add(name, I(9, 5, 7), 5 if "Scalar" in name else I(9, 7))
     for name in elementwise.STEPWISE:
         mode = {"rounding_mode": "floor"} if "mode" in name else {}
-        _add(name, N(5, 7), 0.3 if "calar" in name else N(7), **mode)
+        given = N if name.startswith(("heaviside", "nextafter", "floor_divide")) else T
+        _add(name, given(5, 7), 0.3 if "calar" in name else given(7), **mode)
+    for name in elementwise.REMAINDERS:
+        _add(name, T(5, 7), T(7))
+    for name in elementwise.ROUNDED_QUOTIENTS:
+        _add(name, T(5, 7), T(7), rounding_mode="floor")
+        _add(name, T(5, 7), N(7), rounding_mode="trunc")
     for name in elementwise.TWO_KEPT:
         _add(name, T(5, 7), 3.0 if "calar" in name.split(".")[1] else T(7))
     for names in (elementwise.SUMS, elementwise.PRODUCTS, elementwise.QUOTIENTS):
@@ -269,6 +225,22 @@ def _attention() -> None:
     _add("scaled_dot_product_attention", *grouped, None, 0.0, True, scale=0.5, enable_gqa=True, meshes=((2, 3),))
     _add("scaled_dot_product_attention", T(2, 5, 3, 4), T(2, 1, 5, 4), T(2, 1, 5, 4), enable_gqa=True)
     _add("scaled_dot_product_attention", T(5, 6, 4), T(5, 7, 4), T(5, 7, 4))
+    _ring_attention()
+
+
+def _ring_attention() -> None:
+    """Queries and keys split together: masks of every kind, uneven pieces, more dims, values of another width."""
+    qkv = (T(2, 4, 6, 4), T(2, 4, 6, 4), T(2, 4, 6, 5))
+    _add("scaled_dot_product_attention", *qkv, meshes=((4,), (2, 3)))
+    _add("scaled_dot_product_attention", *qkv, None, 0.0, True, scale=0.7, meshes=((4,), (5,)))
+    _add("scaled_dot_product_attention", *qkv, T(2, 1, 6, 6))
+    _add("scaled_dot_product_attention", *qkv, B(1, 1, 1, 6))
+    _add("scaled_dot_product_attention", *qkv, B(6, 1))
+    _add("scaled_dot_product_attention", *qkv, N(1, 6))
+    _add("scaled_dot_product_attention", *[T(3, 7, 4)] * 3, None, 0.0, True, meshes=((4,), (2, 2)))
+    _add("scaled_dot_product_attention", *[T(2, 2, 3, 5, 4)] * 3, B(2, 1, 5, 5))
+    grouped = (T(2, 6, 5, 4), T(2, 2, 5, 4), T(2, 2, 5, 4))
+    _add("scaled_dot_product_attention", *grouped, N(2, 6, 5, 5), enable_gqa=True)
 
 
 def _losses() -> None:
@@ -410,6 +382,56 @@ def _creation() -> None:
     _add("normal_functional", N(5, 7))
 
 
+def _spectral() -> None:
+    """Fourier transforms; a part of a spectrum put into zeros."""
+    _add("fft_fft fft_ifft fft_rfft fft_hfft fft_ihfft fft_irfft", T(3, 5, 8))
+    _add("fft_rfft", T(3, 5, 8), 6, 1, "ortho")
+    _add("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", T(4, 3, 5, 8), meshes=NESTED)
+    _add("fft_irfft2", C(3, 5, 4), (5, 6))
+    _add("fft_fftn fft_ifftn fft_rfftn fft_irfftn", T(3, 5, 8), (4, 6))
+    _add("fft_fftn", C(3, 5, 4), None, (0, 2))
+    _add("fft_fftshift fft_ifftshift", T(3, 5, 8), (1,))
+    _add("slice_scatter", C(3, 5, 4, gradient=False), C(3, 5, 2, gradient=False), -1, 1, 3)
+    _add("select_scatter", C(3, 5, 4, gradient=False), C(3, 4, gradient=False), 1, 2)
+    _add("einsum", "bixy,ioxy->boxy", (C(2, 3, 4, 5), C(3, 2, 4, 5)))
+
+
+def _space() -> None:
+    """Windows over split space: halos on both sides and on one, wider than one element, with strides and dilations."""
+    _add("conv1d", T(2, 3, 14), T(4, 3, 7), T(4), (2,), (3,))
+    _add("conv1d", N(2, 3, 13), T(4, 3, 3), T(4), (1,), (2,), (2,))
+    _add("conv1d", T(2, 3, 12), T(4, 3, 1), None, (2,))
+    _add("conv1d.padding", T(2, 3, 11), T(3, 1, 5), T(3), (1,), "same", (2,), 3)
+    _add("conv1d.padding", T(2, 3, 11), T(4, 3, 4), T(4), (1,), "same")
+    _add("conv2d", T(1, 2, 10, 8), T(3, 2, 3, 5), T(3), (2, 1), (1, 2), meshes=SQUARE)
+    _add("conv2d.padding", T(1, 2, 7, 6), T(3, 2, 3, 5), None, (1, 1), "same")
+    _add("conv3d", T(1, 2, 8, 4, 6), T(2, 2, 3, 3, 3), T(2), (2, 1, 2), (1, 1, 1))
+    _add("conv_transpose1d", T(2, 3, 7), T(3, 4, 4), T(4), (2,), (1,))
+    _add("conv_transpose1d", T(2, 3, 7), T(3, 4, 3), T(4), (2,), (1,), (1,))
+    _add("conv_transpose1d", T(2, 3, 8), T(3, 4, 5), None, (1,), (4,), (0,), 1, (2,))
+    _add("conv_transpose2d.input", T(1, 2, 6, 5), T(2, 3, 4, 2), T(3), (2, 2), (1, 0), meshes=SQUARE)
+    _add("conv_transpose3d.input", T(1, 2, 4, 5, 3), T(2, 2, 2, 4, 2), T(2), (2, 2, 2), (0, 1, 0))
+    _add("max_pool1d avg_pool1d", T(2, 3, 14), (3,), (2,), (1,))
+    _add("max_pool1d", T(2, 3, 14), (3,), (2,), (1,), 1, True)
+    _add("max_pool1d", T(2, 3, 13), (3,), (1,), (1,))
+    _add("max_pool1d", T(2, 3, 12), (3,), (2,), (0,), 1, True)
+    _add("avg_pool1d", T(2, 3, 14), (4,), (2,), (1,), False, False)
+    _add("max_pool2d avg_pool2d", T(1, 2, 8, 6), (3, 2), (2, 2), (1, 0), meshes=SQUARE)
+    _add("max_pool3d avg_pool3d", T(1, 2, 6, 4, 4), (3, 2, 2), (2, 2, 2), (1, 0, 0))
+    _add("adaptive_avg_pool2d", T(2, 3, 7, 5), (1, 1), meshes=SQUARE)
+    _add("adaptive_avg_pool2d adaptive_max_pool2d", T(2, 3, 10, 5), (5, 1))
+    _add("upsample_nearest1d.vec", T(2, 3, 7), None, (3.0,))
+    _add("upsample_nearest2d", T(1, 2, 6, 5), (18, 8), None, 1.7)
+    _add("upsample_linear1d.vec", T(2, 3, 7), None, False, (3.0,))
+    _add("upsample_linear1d", T(2, 3, 7), (13,), True)
+    _add("upsample_bilinear2d.vec", T(1, 2, 6, 5), None, False, (2.0, 1.7), meshes=SQUARE)
+    _add("upsample_bicubic2d", T(1, 2, 6, 6), (12, 18), False, meshes=SQUARE)
+    _add("upsample_trilinear3d.vec", T(1, 2, 4, 5, 4), None, False, (2.0, 2.0, 1.0))
+    _add("group_norm", T(2, 6, 7, 4), 3, T(6), T(6), meshes=SQUARE)
+    _add("batch_norm", T(2, 3, 7, 5), T(3), T(3), N(3), N(3), True, 0.1, 1e-5, True, meshes=SQUARE)
+    _add("instance_norm", T(2, 3, 7, 5), T(3), T(3), None, None, True, 0.1, 1e-5, True, meshes=SQUARE)
+
+
 def _pooling() -> None:
     _add("max_pool1d avg_pool1d", T(3, 5, 8), (2,))
     _add("max_pool2d avg_pool2d", T(3, 5, 6, 6), (3, 3), (2, 2), (1, 1))
@@ -437,7 +459,8 @@ def samples() -> tuple[Sample, ...]:
     if not _found:
         for family in (
             _pointwise, _views, _contractions, _normalizations, _attention, _losses, _indexing, _pieces, _reductions,
-            _creation, _pooling,
+            _creation, _pooling, _space, _spectral,
         ):  # fmt: skip
             family()
+        _found.extend(mixtures())
     return tuple(_found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from autopar.graph import Operator, OpGraph
 from autopar.strategies.registry import RULES, signature_of
 from autopar.strategies.rule import Signature
 from tests.properties.rule_samples import Sample, T, samples
-from tests.support.shards import WrongRule, check_sample, saved_bytes
+from tests.support.shards import WrongRule, check_sample, saved_bytes, with_one_gradient_less
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,7 @@ def test_rule_on_shards(sample: Sample) -> None:
 NOT_EXACT = {
     "aten.isfinite.default", "aten.sgn.default", "aten.argsort.default", "aten.argsort.stable", "aten.kl_div.default",
     "aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default",
+    "autopar.experts.default",  # the runtime's own: in tests/unit/test_experts.py
 }  # fmt: skip
 
 
@@ -48,6 +50,18 @@ def test_saved_for_backward(sample: Sample) -> None:
     real, said = saved_bytes(sample)
     assert real <= said + 128, "more is kept than the rule says"
     assert said <= real + 128, "less is kept than the rule says"
+
+
+# Which of attention's kernels runs depends on what needs a gradient; experts are several operators in one.
+OF_SEVERAL_KERNELS = ("aten.scaled_dot_product_attention.default", "autopar.experts.default")
+
+
+def test_saved_where_an_input_has_no_gradient() -> None:
+    """What is kept only for an input's gradient is not kept where that input has none: a frozen weight, the model's input."""
+    exact = [sample for sample in samples() if sample.target not in {*NOT_EXACT, *OF_SEVERAL_KERNELS}]
+    for sample in itertools.chain.from_iterable(map(with_one_gradient_less, exact)):
+        real, said = saved_bytes(sample)
+        assert abs(real - said) <= 128, f"{sample} keeps {real} bytes, its rule says {said}"
 
 
 LINEAR = Sample("aten.linear.default", (T(5, 6), T(7, 6), T(7)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import BatchLiteral, DeviceArgument, Operator, OpGraph, Ref, TorchName
+from autopar.graph import BatchLiteral, DeviceArgument, Operator, OpGraph, Ref, Slot, TorchName
 from autopar.runtime.draws import Draws
 from autopar.runtime.random import whole_dropout
 
@@ -54,6 +54,8 @@ def run_operator(
 
     args = [to_torch(item) for item in operator.args]
     kwargs = {name: to_torch(item) for name, item in operator.kwargs}
+    if operator.target == "autopar.experts.default":
+        return [_mixture(*args)]
     function: Any = torch.ops
     for part in operator.target.split("."):
         function = getattr(function, part)
@@ -64,6 +66,36 @@ def run_operator(
         return [function(*args, **kwargs), args[3], args[4]]
     result = function(*args, **kwargs)
     return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _mixture(
+    tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, parameters: Any, body: Any, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Every choice of every token on its own, with copies of its expert's weights."""
+    num_tokens, num_chosen = ids.shape
+    chosen = ids.reshape(-1)
+    rows = [tokens.repeat_interleave(num_chosen, 0)]
+
+    def found(item: Any) -> Any:
+        if not isinstance(item, Slot):
+            return item
+        return rows[item.index] if item.kind == "row" else parameters[item.index][chosen]
+
+    for target, args, kwargs, _ in body:
+        given = [found(item) for item in args]
+        if target == "bias":
+            rows.append(given[0])
+        elif target in ("linear", "matmul"):
+            rows.append(torch.einsum("si,soi->so" if target == "linear" else "si,sio->so", *given))
+        else:
+            function: Any = torch.ops
+            for part in target.split("."):
+                function = getattr(function, part)
+            result = function(*given, **dict(kwargs))
+            rows += result if isinstance(result, (tuple, list)) else [result]
+    weighted = rows[-1] * weights.reshape(-1, 1)
+    weighted = weighted if dtype is None else weighted.to(dtype)
+    return weighted.view(num_tokens, num_chosen, -1).sum(1)
 
 
 def state_values(

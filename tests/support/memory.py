@@ -44,7 +44,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A plan for two devices: a mesh of two along ``axis``, or two pipeline ranks of one device where it is empty."""
+    """A plan for ``num_devices``: a mesh of them along ``axis``, or as many pipeline ranks of one device where it is empty."""
 
     family: str
     axis: str = ""
@@ -54,14 +54,15 @@ class Case:
     zero: int = 0
     precision: str = "model"
     dropout: float = 0.0  # of GPT-2
+    num_devices: int = NUM_DEVICES
 
     @property
     def num_stages(self) -> int:
         """As many as pipeline ranks."""
-        return 1 if self.axis else 2
+        return 1 if self.axis else self.num_devices
 
     def __str__(self) -> str:
-        way = f"{self.axis}=2" if self.axis else f"2 stages {self.schedule}"
+        way = f"{self.axis}={self.num_devices}" if self.axis else f"{self.num_devices} stages {self.schedule}"
         zero = f" ZeRO-{self.zero}" if self.zero else ""
         types = "" if self.precision == "model" else f", {self.precision}"
         drops = f", dropout {self.dropout}" if self.dropout else ""
@@ -124,7 +125,7 @@ def compare(case: Case) -> list[Compared]:
     source = generate(plan, traced.graph)
     found = []
     for rank, candidate in enumerate(candidates):
-        peak, alive = measured(source, rank, traced, model, batch)
+        peak, alive = measured(source, rank, traced, model, batch, case.num_devices)
         found.append(Compared(case, rank, candidate.peak_bytes, candidate.predicted_bytes, peak, alive))
     return found
 
@@ -162,7 +163,7 @@ def planned(case: Case, traced: Traced) -> tuple[Plan, list[Candidate]]:
     graph = traced.graph
     cuts = even_cuts(graph, case.num_stages) if case.num_stages > 1 else ()
     role = cast(Role, case.axis or "data")
-    mesh = Mesh((NUM_DEVICES // case.num_stages,), (role,))
+    mesh = Mesh((case.num_devices // case.num_stages,), (role,))
     unit = mesh.num_devices if role == "data" else 1
     size = micro_batch_sizes(graph.batch_size, case.num_micro_batches, unit)[0]
     graphs = stage_graphs(at_batch(graph, size), cuts)
@@ -178,7 +179,7 @@ def planned(case: Case, traced: Traced) -> tuple[Plan, list[Candidate]]:
         found.append(candidate_of(costed, solve(costed.problem), float("inf")))
     plan = Plan(
         model=graph.model,
-        num_devices=NUM_DEVICES,
+        num_devices=case.num_devices,
         graph_fingerprint=graph.fingerprint,
         cluster_fingerprint=model.cluster.fingerprint(),
         options=options.to_json(),
@@ -193,13 +194,18 @@ def planned(case: Case, traced: Traced) -> tuple[Plan, list[Candidate]]:
 
 
 def measured(
-    source: str, rank: int, traced: Traced, model: nn.Module, batch: Mapping[str, torch.Tensor]
+    source: str,
+    rank: int,
+    traced: Traced,
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    world_size: int = NUM_DEVICES,
 ) -> tuple[int, dict[str, int]]:
     """The most bytes allocated at one time on device ``rank``, and what they are."""
     given = traced.inputs(batch)
     values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     gc.collect()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_DEVICES)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             engine = Engine(load_program(source))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import CodeType
@@ -26,19 +26,21 @@ from autopar.layout import PARTIAL, SUMMED_GRADIENT, Cut, Layout, Split, Whole, 
 from autopar.mesh import Mesh
 from autopar.simulation import run_ranks
 from autopar.strategies.choices import Strategy, axis_choices, strategies
-from autopar.strategies.cuts import LetterCuts, widen
+from autopar.strategies.cuts import LetterCuts, fits_joint, widen
 from autopar.strategies.registry import signature_of
 from autopar.strategies.rule import Signature
 from tests.properties.rule_samples import Given, Sample
 from tests.support.interpret import run_operator
 
-TALKS = frozenset({"batch_norm", "cross_entropy"})  # functions of the runtime that exchange tensors
+TALKS = frozenset(  # functions of the runtime that exchange tensors
+    {"batch_norm", "cross_entropy", "experts", "group_norm", "halo", "ring_attention"}
+)
 NAMES = ("one", "two", "three")
 MOST_ON_TWO_AXES = 24  # strategies of one sample
 Place = tuple[int, ...]
 
 
-_PROGRAM_NAMES = {name: getattr(runtime, name) for name in runtime.__all__} | {"torch": torch, "F": F}
+PROGRAM_NAMES = {name: getattr(runtime, name) for name in runtime.__all__} | {"torch": torch, "F": F}
 
 
 class WrongRule(AssertionError):
@@ -137,6 +139,29 @@ def saved_bytes(sample: Sample) -> tuple[int, int]:
     return real, sum(storages.values()) + int(signature.saved_extra_bytes)
 
 
+def with_one_gradient_less(sample: Sample) -> Iterator[Sample]:
+    """Of a sample of which several tensors have a gradient, the samples in which one of these has none."""
+    arguments = (sample.args, sample.kwargs)
+    count = _num_gradients(arguments)
+    for place in range(count) if count > 1 else ():
+        args, kwargs = _without_gradient(arguments, place)
+        yield replace(sample, args=args, kwargs=kwargs)
+
+
+def _num_gradients(tree: Any) -> int:
+    if isinstance(tree, tuple):
+        return sum(map(_num_gradients, tree))
+    return int(isinstance(tree, Given) and tree.gradient)
+
+
+def _without_gradient(tree: Any, place: int) -> Any:
+    """The tree with the gradient of the tensor left out that is number ``place`` of those that have one."""
+    if isinstance(tree, tuple):
+        before = itertools.accumulate(map(_num_gradients, tree), initial=0)
+        return tuple(_without_gradient(item, place - passed) for item, passed in zip(tree, before, strict=False))
+    return replace(tree, gradient=False) if isinstance(tree, Given) and tree.gradient and place == 0 else tree
+
+
 def cuts_to_try(signature: Signature) -> LetterCuts:
     """For each letter the plain cut, one between pairs and one of two segments; divided dims by each common unit."""
     found: dict[str, tuple[Cut, ...]] = {}
@@ -147,6 +172,9 @@ def cuts_to_try(signature: Signature) -> LetterCuts:
             units = [units for units in range(2, math.gcd(*sizes) + 1) if math.gcd(*sizes) % units == 0]
             cuts = [widen(Cut(((1, sizes[0], sizes[0] // count),)), sizes) for count in units]
             found[letter] = tuple(cut for cut in cuts if cut is not None)
+        elif letter in signature.joint:
+            cuts = [Cut.plain(size), Cut(((1, size, 2),))] if size % 2 == 0 else [Cut.plain(size)]
+            found[letter] = tuple(cut for cut in cuts if fits_joint(signature, letter, cut))
         elif size % 2 == 0 and size > 2:
             found[letter] = (Cut.plain(size), Cut(((1, size, 2),)), Cut(((2, size // 2, 1),)))
         else:
@@ -256,7 +284,7 @@ def _local_function(program: CodeType, mesh: Mesh, place: Place, bound: bool) ->
     else:  # nothing is sent: places are all that is needed
         for axis in known.axes:
             axis._place = place[axis.index]
-    scope = _PROGRAM_NAMES | {"mesh": known}
+    scope = PROGRAM_NAMES | {"mesh": known}
     exec(program, scope)
     function: Callable[..., Any] = scope["local"]
     return function

@@ -224,7 +224,9 @@ def test_a_model_that_is_too_large_names_the_memory_and_the_devices_that_would_d
         (lambda: autopar.Parallelism(tensor=2.0), ("tensor=2.0", "whole number")),  # type: ignore[arg-type]
         (lambda: autopar.Parallelism(zero=4), ("zero=4", "0, 1, 2 or 3")),
         (lambda: autopar.Parallelism(pipeline=0), ("pipeline=0", "at least 1")),
-        (lambda: autopar.Parallelism(context=2), ("context=2", "leave context out")),
+        (lambda: autopar.Parallelism(context=0), ("context=0", "at least 1")),
+        (lambda: autopar.Parallelism(context_form="ring"), ("context_form='ring'", "give context=")),
+        (lambda: autopar.Parallelism(context=2, context_form="star"), ("star", "ring, ulysses")),
         (lambda: autopar.Parallelism(schedule="2f2b"), ("'2f2b'", "1f1b, interleaved_1f1b")),
         (lambda: autopar.Parallelism(recompute="all"), ("'all'", "none, selective, full")),
         (lambda: autopar.Parallelism(data=4, micro_batch_size=2), ("data=4, micro_batch_size=2", "4 or more")),

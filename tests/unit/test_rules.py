@@ -278,7 +278,7 @@ def test_users_wrong_rules() -> None:
 
 
 def test_operator_without_rule() -> None:
-    operator, graph = _operator("aten.fft_fft.default", Ref("x"), x=(4,), y=(4,))
+    operator, graph = _operator("aten.linalg_inv.default", Ref("x"), x=(4, 4), y=(4, 4))
     assert signature_of(operator, graph) is None
     choices = axis_choices(None, None, ([True], [True]), 2)
     assert [choice.label for choice in choices] == ["R"]

@@ -11,7 +11,7 @@ from autopar.strategies.registry import registered_targets
 from cost_models import Cluster
 from tests.support import own_operators as own
 
-# Several outputs, outputs that are not differentiable, tensors by keyword, complex numbers between, a user's own library.
+# Several outputs, outputs that are not differentiable, tensors by keyword, a user's own library, a higher-order operator.
 UNKNOWN = (
     "aten.cummax.default",
     "aten.linalg_qr.default",
@@ -23,6 +23,7 @@ UNKNOWN = (
     "aten.grid_sampler.default",
     "own.low_and_high.default",
     "own.masked_sum.default",
+    "higher_order.cond",
 )
 
 
@@ -44,6 +45,7 @@ class Odd(nn.Module):
         h = nn.functional.grid_sample(h[:, None, None].expand(-1, 2, 4, 16), grid, align_corners=False).flatten(1)
         low, high = own.low_and_high(h)
         masked = torch.ops.own.masked_sum(h, mask=h > 0)
+        masked = torch.cond(masked.sum() > 0, lambda x: x * 2, lambda x: x.exp(), (masked,))
         return (h.mean(1) + low * high + masked - labels).square().mean()
 
 
