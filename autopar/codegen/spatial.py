@@ -82,10 +82,13 @@ def group_norm_over_space(call: Called, groups: str, scales: Sequence[str], eps:
 
 
 def _instance_norm(call: Called) -> str | None:
-    """Every channel a group of its own."""
+    """Every channel a group of its own. Backward keeps a copy of the weight, as torch's does, and not the parameter, which
+    under ZeRO-3 would be gathered again."""
     if not cuts_space(call):
         return None
-    return group_norm_over_space(call, f"{call.receiver}.shape[1]", call.args[1:3], call.given(7, "eps"), 1)
+    weight, bias = call.args[1:3]
+    scales = [weight if weight == "None" else f"{weight}.clone()", bias]
+    return group_norm_over_space(call, f"{call.receiver}.shape[1]", scales, call.given(7, "eps"), 1)
 
 
 def _adapted(call: Called) -> str | None:

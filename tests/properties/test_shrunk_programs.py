@@ -150,3 +150,25 @@ def test_what_backward_does_not_need_is_not_computed_again() -> None:
         modes.update(mode for group in plan.stages[0].recompute.values() for mode in group)
         verify_traced(model, traced, plan, count_collectives=True).require()
     assert "full" in modes
+
+
+class NormOfImage(nn.Module):
+    """Instance norm keeps its weight repeated for every row, and not the parameter: also where space is split, it is gathered
+    once under ZeRO-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(4, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).square().mean()
+
+
+def test_a_norm_over_split_space_gathers_its_weight_once() -> None:
+    torch.manual_seed(0)
+    model, inputs = NormOfImage(), {"x": torch.randn(1, 4, 8)}
+    traced = trace(model, inputs)
+    plan = random_plan(traced.graph, Mesh((2,), ("data",)), 4)
+    stage = plan.stages[0]  # the seed is one that splits space, with the weight under ZeRO-3
+    assert (stage.operators["norm:instance_norm"].label, stage.parameters["norm.weight"].zero) == ("s0", 3)
+    verify_traced(model, traced, plan, count_collectives=True).require()
