@@ -87,7 +87,7 @@ def test_memory_halved_turns_recomputation_on() -> None:
 def test_memory_less_again_turns_zero_3_on() -> None:
     graph, forced = llama(layers=4, batch=16), {"data": 2, "micro_batch_size": 16}
     assert 3 not in levels(plan(graph, node(device(1.3)), **forced))
-    assert 3 in levels(plan(graph, node(device(1.0)), **forced))
+    assert 3 in levels(plan(graph, node(device(0.95)), **forced))
 
 
 def test_slow_link_between_nodes_makes_a_pipeline_across_them() -> None:
@@ -119,7 +119,7 @@ def test_small_batch_splits_tensors_and_large_batch_the_data() -> None:
 def test_long_sequence_with_one_head_splits_the_sequence_in_attention() -> None:
     heads, one = (llama(layers=2, batch=1, sequence=8192, hidden=512, inner=1024, heads=heads) for heads in (8, 1))
     assert attention_labels(plan(heads, node(device()), pipeline=1), heads) == {"b1"}
-    assert attention_labels(plan(one, node(device()), pipeline=1), one) == {"q"}
+    assert attention_labels(plan(one, node(device()), pipeline=1), one) == {"s"}  # keys too: they pass around a ring
 
 
 def test_slow_launches_make_fewer_micro_batches() -> None:
