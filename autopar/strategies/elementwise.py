@@ -131,15 +131,22 @@ def _product(operator: Operator, graph: OpGraph) -> Signature:
 
 def _quotient(operator: Operator, graph: OpGraph) -> Signature:
     if len(operator.inputs) == 1:
-        by_number = not isinstance(operator.args[0], (int, float))
-        return pointwise(operator, graph, linear=((0,),) if by_number else (), saves=() if by_number else (0,))
+        divisor = _divisor(operator)
+        return pointwise(operator, graph, linear=() if divisor else ((0,),), saves=divisor)
     saves = (0, 1) if needs_gradient(operator, graph)[1] else (1,)
     return pointwise(operator, graph, saves=saves, linear=((0,),))
 
 
 def _rounded_quotient(operator: Operator, graph: OpGraph) -> Signature:
     """Its gradient is zero, but autograd keeps what the quotient's would need."""
+    if len(operator.inputs) == 1:
+        return pointwise(operator, graph, saves=_divisor(operator))
     return pointwise(operator, graph, saves=(0, 1) if needs_gradient(operator, graph)[1] else (1,))
+
+
+def _divisor(operator: Operator) -> tuple[int, ...]:
+    """The one tensor of two arguments, where it is what the other is divided by."""
+    return (0,) if isinstance(operator.args[0], (int, float)) else ()
 
 
 def _remainder(operator: Operator, graph: OpGraph) -> Signature:

@@ -63,6 +63,8 @@ def _pointwise() -> None:
     for name in elementwise.ROUNDED_QUOTIENTS:
         _add(name, T(5, 7), T(7), rounding_mode="floor")
         _add(name, T(5, 7), N(7), rounding_mode="trunc")
+        _add(name, T(5, 7), 0.3, rounding_mode="floor")
+        _add(name, I(9, 5, 7), 4, rounding_mode="floor")
     for name in elementwise.TWO_KEPT:
         _add(name, T(5, 7), 3.0 if "calar" in name.split(".")[1] else T(7))
     for names in (elementwise.SUMS, elementwise.PRODUCTS, elementwise.QUOTIENTS):
