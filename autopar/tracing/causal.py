@@ -76,6 +76,7 @@ class _Masks:
             value: operator for operator in lowered.operators for value in operator.outputs if value
         }
         self._known: dict[str, _Known] = {}
+        self._triangles: dict[int, bool] = {}  # by the identity of a known tensor
 
     def is_causal(self, operator: Operator) -> bool:
         """Whether an attention's mask is the causal triangle."""
@@ -90,7 +91,11 @@ class _Masks:
         if rows != columns or rows < 2 or self._values[mask.value].shape[-2:] != (rows, columns):
             return False
         found = self.known(mask.value)
-        return isinstance(found, _Triangle) or (isinstance(found, Tensor) and _is_triangle(found, rows))
+        if isinstance(found, Tensor):
+            if id(found) not in self._triangles:
+                self._triangles[id(found)] = _is_triangle(found, rows)
+            return self._triangles[id(found)]
+        return isinstance(found, _Triangle)
 
     def known(self, value: str) -> _Known:
         """A value that follows from constants alone."""
@@ -119,6 +124,8 @@ class _Masks:
         if any(isinstance(known, _Triangle) for known in given):
             return self._of_triangle(operator, kind, given)
         tensors = [known for known in given if isinstance(known, Tensor)]
+        if kind in _HANDING_ON and len(given) == 1 and self._values[operator.inputs[0]].shape == shape:
+            return given[0]  # the same object, which has been looked at in another block
         if kind == "expand" and len(tensors) == 1:
             return tensors[0].reshape((1,) * (len(shape) - tensors[0].dim()) + tensors[0].shape)
         pointwise = kind in _POINTWISE
