@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, InputError
-from autopar.options import CONTEXT_FORMS, OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, Parallelism, PlanOptions
+from autopar.options import (
+    CONTEXT_FORMS,
+    EXPERT_FORMS,
+    OPTIMIZERS,
+    PRECISIONS,
+    RECOMPUTATIONS,
+    Parallelism,
+    PlanOptions,
+)
 from cost_models import SCHEDULES, ClusterError, Profile
 
 if TYPE_CHECKING:
@@ -204,6 +212,7 @@ def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
     forced.add_argument("--context-form", choices=CONTEXT_FORMS, help="attention of a shared sequence (default: the cheaper)")
     forced.add_argument("--spatial", type=_positive, metavar="N", help="devices that share the space of convolutions")
     forced.add_argument("--expert", type=_positive, metavar="N", help="devices that share the experts of mixtures")
+    forced.add_argument("--expert-form", choices=EXPERT_FORMS, help="how tokens come to experts (default: the cheaper)")
     forced.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=ZERO_HELP)
     forced.add_argument("--mesh-shape", metavar="4x2", help="the mesh of a stage, instead of every factorisation")
     forced.add_argument("--pipeline", type=_positive, metavar="N", help="pipeline ranks, which share the layers")
@@ -249,6 +258,7 @@ def _options(parsed: argparse.Namespace) -> PlanOptions:
             context_form=parsed.context_form,
             spatial=parsed.spatial,
             expert=parsed.expert,
+            expert_form=parsed.expert_form,
             zero=parsed.zero,
             pipeline=parsed.pipeline,
             recompute=parsed.recompute,

@@ -5,10 +5,9 @@ Reads top to bottom as the data flows: trace, search (`autopar.search`), compare
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,9 @@ from autopar.costing import Costed
 from autopar.costing.operators import Role, sequence_letters
 from autopar.detection import check_profile
 from autopar.errors import InputError
+from autopar.forcing import check_degrees, check_forced, meshes
 from autopar.graph import OpGraph, check
-from autopar.mesh import Mesh, factorizations
+from autopar.mesh import Mesh
 from autopar.micro_batches import coupling
 from autopar.options import PRECISIONS, Parallelism, PlanOptions
 from autopar.plans import Plan
@@ -32,7 +32,6 @@ from autopar.search.joint import JointSearch
 from autopar.search.space import Frame, Grid
 from autopar.search.stages import Solved
 from autopar.solver import Assignment, Limits, Problem, Status, solve
-from autopar.strategies.registry import signature_of
 from cost_models import Cluster, CostModel, Profile
 
 if TYPE_CHECKING:
@@ -119,10 +118,7 @@ def plan_graph(
     options = options or PlanOptions()
     check(graph)
     check_degrees(cluster.num_devices, options)
-    check_micro_batches(graph, options)
-    check_space(graph, options)
-    check_experts(graph, options)
-    check_ring(graph, options)
+    check_forced(graph, options)
     clock = Clock({"trace": tracing_seconds})
     search = Search(graph, CostModel(cluster, profile), options, clock, progress or (lambda message: None))
     found = search.run()
@@ -148,124 +144,6 @@ def plan_graph(
     with clock.phase("report"):
         document = details(plan, graph, cluster, options, replace(found, best=best), rivals)
     return replace(plan, details=document, timings=clock.seconds)
-
-
-def meshes(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, ...], tuple[Role, ...]]]:
-    """Every mesh of so many devices to try, with the role of each of its axes (``free`` where nothing is forced). What is
-    forced has an axis each, also where that makes more than are searched."""
-    wanted = forced_degrees(options.parallelism)
-    if options.mesh_shape is not None:
-        shapes = [options.mesh_shape] if math.prod(options.mesh_shape) == num_devices else []
-    else:
-        num_forced = sum(degree is not None and degree > 1 for degree in wanted.values())
-        shapes = factorizations(num_devices, max(options.max_mesh_axes, num_forced))
-    if all(degree is None for degree in wanted.values()):
-        yield from ((shape, free_roles(shape)) for shape in shapes)
-        return
-    for shape in shapes:
-        for roles in itertools.product(wanted, repeat=len(shape)):
-            degrees = {role: math.prod(s for s, r in zip(shape, roles, strict=True) if r == role) for role in wanted}
-            if all(wanted[role] in (None, degree) for role, degree in degrees.items()):
-                yield shape, roles
-
-
-def forced_degrees(forced: Parallelism) -> dict[Role, int | None]:
-    """How many devices each role of an axis is to have; None for a role that takes what the others leave."""
-    degrees: dict[Role, int | None] = {"data": forced.data, "tensor": forced.tensor}
-    if forced.context is not None:
-        form: Role = "ring" if forced.context_form == "ring" else "ulysses" if forced.context_form == "ulysses" else "context"
-        degrees[form] = forced.context
-    if forced.spatial is not None:
-        degrees["spatial"] = forced.spatial
-    if forced.expert is not None:
-        way: Role = "exchanged" if forced.expert_form == "exchanged" else "expert"
-        degrees["replicated" if forced.expert_form == "replicated" else way] = forced.expert
-    return degrees
-
-
-def check_degrees(num_devices: int, options: PlanOptions) -> None:
-    """Raise InputError when what is forced cannot be laid out on so many devices."""
-    forced, shape = options.parallelism, options.mesh_shape
-    ranks = [forced.pipeline] if forced.pipeline else [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    if any(num_devices % n == 0 and any(True for _ in meshes(num_devices // n, options)) for n in ranks):
-        return
-    pipeline = f" x pipeline={forced.pipeline}" if forced.pipeline else ""
-    degrees = forced_degrees(forced)
-    if shape is not None and all(degree is None for degree in degrees.values()):
-        raise InputError(
-            f"mesh_shape={shape} has {math.prod(shape)} devices{pipeline}, the cluster {num_devices}; give a shape of which "
-            "the devices, times the pipeline ranks, are as many as the cluster has, or leave it out"
-        )
-    context = f" x context={forced.context}" if forced.context else ""
-    context += f" x spatial={forced.spatial}" if forced.spatial else ""
-    context += f" x expert={forced.expert}" if forced.expert else ""
-    raise InputError(
-        f"data={forced.data} x tensor={forced.tensor}{context}{pipeline} cannot be laid out on {num_devices} devices"
-        f"{'' if shape is None else f' as a mesh of {shape}'}: the product of the forced degrees must be {num_devices} (a "
-        "degree that is left out takes the rest)"
-    )
-
-
-def check_micro_batches(graph: OpGraph, options: PlanOptions) -> None:
-    """Raise InputError when several micro-batches are forced on a model that must see its batch as a whole."""
-    size = options.parallelism.micro_batch_size
-    coupled = coupling(graph)
-    if size is not None and size < graph.batch_size and coupled:
-        raise InputError(
-            f"micro_batch_size={size}: {graph.model} must see its batch of {graph.batch_size} as a whole, as {coupled[0]}; "
-            "leave micro_batch_size out"
-        )
-
-
-def check_space(graph: OpGraph, options: PlanOptions) -> None:
-    """Raise InputError when space is to be split and no operator has any that can be."""
-    forced = options.parallelism.spatial
-    if forced in (None, 1):
-        return
-    signatures = (signature_of(operator, graph) for operator in graph.operators)
-    if not any(signature is not None and signature.spatial for signature in signatures):
-        raise InputError(
-            f"Parallelism(spatial={forced}): {graph.model} has no convolution or pooling whose space can be split (a whole "
-            "number of strides, padded so that windows are centred, as with padding=kernel_size // 2); leave spatial out"
-        )
-
-
-def check_experts(graph: OpGraph, options: PlanOptions) -> None:
-    """Raise InputError when experts are to be shared out and there are none, or too few."""
-    forced = options.parallelism.expert
-    if forced in (None, 1):
-        return
-    rules = [rule for operator in graph.operators if (rule := signature_of(operator, graph)) is not None]
-    numbers = [rule.sizes[letter] for rule in rules for letter in rule.experts if letter not in rule.joint]
-    if not numbers:
-        raise InputError(
-            f"Parallelism(expert={forced}): {graph.model} has no mixture of experts, neither one that sends tokens to chosen "
-            "experts nor products with a weight for each expert; leave expert out"
-        )
-    if max(numbers) < forced:
-        raise InputError(
-            f"Parallelism(expert={forced}): the mixtures of {graph.model} have {max(numbers)} experts at the most, and each "
-            f"device needs one; give expert={max(numbers)} or less"
-        )
-
-
-def check_ring(graph: OpGraph, options: PlanOptions) -> None:
-    """Raise InputError when attention is to go around a ring and there is none that can."""
-    forced = options.parallelism.context
-    if options.parallelism.context_form != "ring" or forced in (None, 1):
-        return
-    rules = [rule for operator in graph.operators if (rule := signature_of(operator, graph)) is not None]
-    longest = max((rule.sizes[s] for rule in rules if rule.kind == "attention" for s in rule.joint), default=0)
-    if longest < forced:
-        raise InputError(
-            f"Parallelism(context={forced}, context_form='ring'): {graph.model} has no scaled_dot_product_attention of heads "
-            f"with {forced} or more queries and keys whose rows may be split together; leave context_form out"
-        )
-
-
-def free_roles(shape: Sequence[int]) -> tuple[Role, ...]:
-    """Axes on which nothing is forced."""
-    return tuple("free" for _ in shape)
 
 
 class Search(JointSearch):

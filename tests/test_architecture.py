@@ -40,10 +40,10 @@ LAYERS = (
     "autopar.codegen",
     "autopar.solver",
     "autopar.costing",
+    "autopar.forcing",
     "autopar.fitting",
     "autopar.search",
     "autopar.report",
-    "autopar.exports",
     "autopar.tracing",
     "autopar.prober",
     "autopar.detection",
@@ -78,7 +78,6 @@ EXTERNAL = {
     "autopar.solver": {"numpy", "networkx", "ortools"},
     "autopar.costing": {"numpy"},
     "autopar.report": {"numpy", "jsonschema"},
-    "autopar.exports": {"numpy"},
     "autopar.tracing": {"torch"},
     "autopar.prober": {"torch"},
     "autopar.detection": {"torch"},
@@ -111,7 +110,7 @@ ONLY_IN = {
     ),
     "cost_models": tuple(
         (
-            "autopar.options autopar.costing autopar.search autopar.report autopar.exports autopar.detection "
+            "autopar.options autopar.costing autopar.search autopar.report autopar.detection "
             "autopar.planner autopar.validation autopar.profiler autopar.parallel autopar.verifier "
             "autopar.__init__ autopar.references autopar.running autopar.demo autopar.demo_rank autopar.cli"
         ).split()

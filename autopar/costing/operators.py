@@ -28,6 +28,7 @@ from autopar.strategies.experts import TARGET as MIXTURE
 from autopar.strategies.rule import Exchange, Signature, in_whole_groups, letters_of
 
 Role = Literal["free", "data", "tensor", "context", "ring", "ulysses", "spatial", "expert", "exchanged", "replicated"]
+BATCH_ROLES: tuple[Role, ...] = ("data", "exchanged")
 CONTEXT_ROLES: tuple[Role, ...] = ("context", "ring", "ulysses")
 EXPERT_ROLES: tuple[Role, ...] = ("expert", "exchanged", "replicated")
 HEAVY = ("matmul", "attention")
@@ -268,29 +269,32 @@ def _allowed(
     axis for experts mixtures are split along them, and all else is free, but where tokens are to be exchanged: then the axis
     splits the batch everywhere else.
     """
-    heavy = signature is not None and signature.kind in HEAVY
     experts = signature.experts if signature is not None else frozenset()
-    if role in EXPERT_ROLES and experts:
-        joint = set(signature.joint) if signature is not None else set()
+    if signature is not None and experts and role in EXPERT_ROLES:
+        joint = set(signature.joint)
         ways = {"exchanged": joint or experts, "replicated": experts - joint}.get(role, experts)
         return tuple([choice for choice in choices if choice.letter in ways] or choices)
     if role in ("free", "expert", "replicated"):
         return tuple(choices)
-    if role in ("data", "exchanged"):
-        kept = [choice for choice in choices if choice.letter is None or choice.splits_batch]
-        kept = [choice for choice in kept if choice.letter not in experts]
+    if role in BATCH_ROLES:
+        kept = [c for c in choices if c.letter is None or (c.splits_batch and c.letter not in experts)]
     else:
         kept = [choice for choice in choices if not choice.splits_batch]
-    if signature is not None and role in CONTEXT_ROLES and (heavy or "cross_entropy" in operator.target):
-        split = [choice for choice in kept if choice.letter in _context_letters(role, operator, signature, prepared)]
-        kept = split or kept
-    elif heavy and signature is not None and role == "spatial":
-        kept = [choice for choice in kept if choice.letter in signature.spatial] or kept
-    elif heavy and signature is not None:
-        wanted = None if role in ("data", "exchanged") else _parameter_letters(operator, signature, prepared)
-        split = [c for c in kept if c.letter is not None and (wanted is None or c.letter in wanted)]
-        kept = split or kept
-    return tuple(kept)
+    wanted = _to_split(role, operator, signature, prepared)
+    return tuple([choice for choice in kept if choice.letter in wanted] or kept)
+
+
+def _to_split(role: Role, operator: Operator, signature: Signature | None, prepared: Prepared) -> set[str]:
+    """The letters of which a forced axis splits one where it can; none where it may do as it likes."""
+    heavy = signature is not None and signature.kind in HEAVY
+    if signature is None or not (heavy or (role in CONTEXT_ROLES and "cross_entropy" in operator.target)):
+        return set()
+    if role in CONTEXT_ROLES:
+        return _context_letters(role, operator, signature, prepared)
+    if role == "spatial":
+        return set(signature.spatial)
+    own = None if role in BATCH_ROLES else _parameter_letters(operator, signature, prepared)
+    return set(signature.sizes) if own is None else own
 
 
 def sequence_letters(operator: Operator, signature: Signature, prepared: Prepared) -> set[str]:

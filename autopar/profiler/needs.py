@@ -20,11 +20,11 @@ from autopar.costing import Prepared, prepare
 from autopar.costing.conversions import Conversions
 from autopar.costing.measured import Shape, kind_of_call, local_calls
 from autopar.costing.operators import operator_table
+from autopar.forcing import free_roles
 from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.mesh import Mesh, factorizations
 from autopar.micro_batches import coupling
 from autopar.options import PlanOptions
-from autopar.planner import free_roles
 from autopar.profiler.timing import measuring_seconds
 from autopar.search.space import micro_batch_counts
 from autopar.strategies.choices import share

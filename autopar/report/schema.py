@@ -5,8 +5,9 @@ Objects are closed: a key that the schema does not know is an error, so that sch
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
+from autopar.costing.operators import Role
 from cost_models import SCHEDULES
 
 SCHEMA_VERSION = 3
@@ -247,9 +248,7 @@ PREDICTED = _object(
 _ARRANGED = {
     "num_pipeline_ranks": POSITIVE,
     "mesh_shape": MESH_SHAPE,
-    "roles": _list(
-        {"enum": "free data tensor context ring ulysses spatial expert exchanged replicated".split()}
-    ),
+    "roles": _list({"enum": list(get_args(Role))}),
     "schedule": SCHEDULE_KIND,
     "num_stages": POSITIVE,
     "num_micro_batches": POSITIVE,

@@ -66,11 +66,6 @@ class Solved:
         return self.candidate.stage is not None
 
     @property
-    def unlimited(self) -> bool:
-        """Whether it fits and is as fast as any without regard to memory, nothing recomputed."""
-        return self.fits and _is_unlimited(self.candidate) and _only(self.candidate.costed.setting.recompute) == "none"
-
-    @property
     def repeats(self) -> bool:
         """Whether its backward pass gathers or computes something again."""
         recomputes = _only(self.candidate.costed.setting.recompute) != "none"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from autopar.codegen import generate
 from autopar.options import Parallelism
@@ -19,51 +22,47 @@ from tests.support.running import values_of
 pytestmark = pytest.mark.e2e
 
 
-def run_compiled_llama() -> None:
-    torch.manual_seed(0)
-    model, inputs = llama(4, layers=2)
-    forced = Parallelism(pipeline=1, micro_batch_size=4, tensor=2)
-    made = plan(model, Cluster.local(2, memory_bytes=2**33, num_cores=2), inputs, parallelism=forced)
-    source = generate(made, trace(model, inputs).graph)
+def losses_of(
+    model: nn.Module, inputs: dict[str, Any], forced: Parallelism, num_steps: int, **compiling: Any
+) -> tuple[Tensor, Tensor]:
+    """The losses of a training on two ranks, of the program as it is and compiled."""
+    graph = trace(model, inputs).graph
+    cluster = Cluster.local(2, memory_bytes=2**33, num_cores=2)
+    source = generate(plan(model, cluster, inputs, parallelism=forced), graph)
     values = values_of(model)
     losses = []
     for compiled in (False, True):
         engine = Engine(load_program(source))
         engine.load(values.__getitem__)
         if compiled:
-            engine.compile(fullgraph=True, backend="aot_eager")
+            engine.compile(backend="aot_eager", **compiling)
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
         steps = []
-        for _ in range(3):
+        for _ in range(num_steps):
             steps.append(engine.step(**inputs))
             optimizer.step()
             optimizer.zero_grad()
         losses.append(torch.stack(steps))
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
-    assert losses[0][0] > losses[0][-1]
+    plain, other = losses
+    return plain, other
+
+
+def run_compiled_llama() -> None:
+    torch.manual_seed(0)
+    model, inputs = llama(4, layers=2)
+    forced = Parallelism(pipeline=1, micro_batch_size=4, tensor=2)
+    plain, compiled = losses_of(model, inputs, forced, 3, fullgraph=True)
+    torch.testing.assert_close(plain, compiled, rtol=1e-6, atol=0)
+    assert plain[0] > plain[-1]
 
 
 def run_compiled_experts() -> None:
     """What an expert does is a function of the program, called from one that is not compiled."""
     model, inputs = mixtral()
-    found = trace(model, inputs)
     forced = Parallelism(pipeline=1, micro_batch_size=8, expert=2, expert_form="exchanged")
-    cluster = Cluster.local(2, memory_bytes=2**33, num_cores=2)
-    source = generate(plan(model, cluster, inputs, parallelism=forced), found.graph)
-    values = values_of(model)
-    losses = []
-    for compiled in (False, True):
-        engine = Engine(load_program(source))
-        engine.load(values.__getitem__)
-        if compiled:
-            engine.compile(backend="aot_eager")
-        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
-        for _ in range(2):
-            losses.append(engine.step(**inputs))
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(torch.stack(losses[:2]), torch.stack(losses[2:]), rtol=1e-10, atol=0)
-    assert losses[0] > losses[1]
+    plain, compiled = losses_of(model, inputs, forced, 2)
+    torch.testing.assert_close(plain, compiled, rtol=1e-10, atol=0)
+    assert plain[0] > plain[1]
 
 
 @pytest.mark.slow

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from autopar.graph import Operator, OpGraph
 from autopar.strategies.registry import RULES, signature_of
@@ -15,14 +13,7 @@ from autopar.strategies.rule import Signature
 from tests.properties.rule_samples import Sample, T, samples
 from tests.support.shards import WrongRule, check_sample, saved_bytes, with_one_gradient_less
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_rule_has_a_sample() -> None:

@@ -41,13 +41,7 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Small tensors: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,13 +60,7 @@ def needs(graph: OpGraph) -> Needs:
     return needs_of(graph, LOCAL, PlanOptions())
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As a process of a parallel program has, whose own processor time is the clock."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- what is needed ----------------------------------------------------------------------------------------------------
