@@ -93,6 +93,7 @@ def test_errors_for_the_user_are_one_message_and_exit_code_1(
         (["plan", f"{model_file}:small", "--cluster", "2x4:Z80"], "Z80"),
         (["plan", f"{model_file}:small", "--data", "3"], "data=3"),
         (["plan", f"{model_file}:small", "--cluster", "local:2", "--expert", "2"], "no mixture of experts"),
+        (["plan", f"{model_file}:small", "--cluster", "local:2", "--expert-form", "exchanged"], "give expert= as well"),
         (["report", str(damaged)], "is damaged or cut off"),
         (["report", str(tmp_path / "none.json")], "cannot be read"),
     ):
