@@ -19,7 +19,10 @@ from autopar.errors import AutoparError, InputError
 from autopar.options import (
     CONTEXT_FORMS,
     EXPERT_FORMS,
+    LOGITS,
+    OFFLOADS,
     OPTIMIZERS,
+    OUTPUTS,
     PRECISIONS,
     RECOMPUTATIONS,
     Parallelism,
@@ -41,6 +44,10 @@ PLAN_HELP = (
     "Find the best plan for training a model on a cluster and show its report. Nothing is run; no GPU is needed."
 )
 ZERO_HELP = "sharded on the data axis: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
+OFFLOAD_HELP = "optimizer states kept and updated on the host: none, all, or what the search chooses (default none)"
+ZERO_SIZE_HELP = "devices over which --zero shards; replicated over the others of the data axis (hybrid sharding)"
+OUTPUTS_HELP = "which of the model's outputs the program gives; of the loss alone logits need not be whole (default all)"
+LOGITS_HELP = "with --outputs loss: whole, or in chunks of rows, computed again in backward (default: the better)"
 MICRO_BATCH_HELP = "samples that go through a stage at a time, over all of its devices"
 PRECISION_HELP = (
     "model: the model's own types (default); bfloat16: computed in it, with float32 masters and gradient sums; autocast: "
@@ -214,6 +221,8 @@ def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
     forced.add_argument("--expert", type=_positive, metavar="N", help="devices that share the experts of mixtures")
     forced.add_argument("--expert-form", choices=EXPERT_FORMS, help="how tokens come to experts (default: the cheaper)")
     forced.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=ZERO_HELP)
+    forced.add_argument("--zero-size", type=_positive, metavar="N", help=ZERO_SIZE_HELP)
+    forced.add_argument("--logits", choices=LOGITS, help=LOGITS_HELP)
     forced.add_argument("--mesh-shape", metavar="4x2", help="the mesh of a stage, instead of every factorisation")
     forced.add_argument("--pipeline", type=_positive, metavar="N", help="pipeline ranks, which share the layers")
     forced.add_argument("--schedule", choices=SCHEDULES, help="the order in which pipeline ranks work")
@@ -231,6 +240,8 @@ def _add_planning(command: argparse.ArgumentParser, cluster: str) -> None:
         help="share of the memory kept free (default 0.05)",
     )
     options.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose states count (default adamw)")
+    options.add_argument("--offload", choices=OFFLOADS, default="none", help=OFFLOAD_HELP)
+    options.add_argument("--outputs", choices=OUTPUTS, default="all", help=OUTPUTS_HELP)
     options.add_argument("--precision", choices=tuple(PRECISIONS), default="model", help=PRECISION_HELP)
     options.add_argument("--time-limit", type=float, metavar="SECONDS", help="end the search with the best found")
 
@@ -260,6 +271,8 @@ def _options(parsed: argparse.Namespace) -> PlanOptions:
             expert=parsed.expert,
             expert_form=parsed.expert_form,
             zero=parsed.zero,
+            zero_size=parsed.zero_size,
+            logits=parsed.logits,
             pipeline=parsed.pipeline,
             recompute=parsed.recompute,
             schedule=parsed.schedule,
@@ -271,6 +284,8 @@ def _options(parsed: argparse.Namespace) -> PlanOptions:
         mesh_shape=read_shape(parsed.mesh_shape) if parsed.mesh_shape else None,
         time_limit_seconds=parsed.time_limit,
         precision=parsed.precision,
+        offload=parsed.offload,
+        outputs=parsed.outputs,
     )
 
 

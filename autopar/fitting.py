@@ -126,18 +126,23 @@ def _candidate(costed: Costed, assignment: Assignment, bound: float, available_b
 
 def _leanest(costed: Costed, available_bytes: float, solve: Solve) -> Candidate:
     """The plan that keeps least."""
-    nothing = solve(replace(costed.problem, memory_budgets_bytes=np.zeros(1)))
+    nothing = solve(replace(costed.problem, memory_budgets_bytes=_budgets(costed, 0.0)))
     smallest = nothing.smallest_budgets_bytes
     if smallest is None:  # no choices are allowed at all, whatever the memory
         return _candidate(costed, nothing, nothing.lower_bound_seconds, available_bytes)
-    budget = np.array([smallest[0] * (1 + 1e-9)])
+    budget = _budgets(costed, smallest[0] * (1 + 1e-9))
     assignment = solve(replace(costed.problem, memory_budgets_bytes=budget))
     return _candidate(costed, assignment, assignment.lower_bound_seconds, available_bytes)
 
 
+def _budgets(costed: Costed, device_bytes: float) -> FloatArray:
+    """So many bytes on a device, and of the host what there is."""
+    return np.array([device_bytes, *costed.problem.memory_budgets_bytes[1:]])
+
+
 def _restricted(costed: Costed, part: _Part, available_bytes: float) -> Problem:
     """The problem of one part: less memory by what is held at least, and no choice that holds too much."""
-    budget = np.array([max(available_bytes - sum(part.low), 0.0)])
+    budget = _budgets(costed, max(available_bytes - sum(part.low), 0.0))
     if part.high == (math.inf, math.inf):
         return replace(costed.problem, memory_budgets_bytes=budget)
     costs = list(costed.problem.node_costs_seconds)

@@ -16,6 +16,7 @@ from autopar.graph import OpGraph
 from autopar.mesh import factorizations
 from autopar.micro_batches import coupling
 from autopar.options import Parallelism, PlanOptions
+from autopar.strategies.loss import FUSED
 from autopar.strategies.registry import signature_of
 from autopar.strategies.rule import Signature
 
@@ -25,11 +26,27 @@ DEGREES = ("data", "tensor", "context", "spatial", "expert", "pipeline")  # how 
 def meshes(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, ...], tuple[Role, ...]]]:
     """Every mesh of so many devices to try, with the role of each of its axes (``free`` where nothing is forced). What is
     forced has an axis each, also where that makes more than are searched."""
+    found = _with_degrees(num_devices, options)
+    size = options.parallelism.zero_size
+    yield from found if size is None else (entry for entry in found if _can_share(*entry, size))
+
+
+def _can_share(shape: Sequence[int], roles: Sequence[Role], num_devices: int) -> bool:
+    """Whether some axes along which the batch may be split have so many devices together."""
+    sizes = [size for size, role in zip(shape, roles, strict=True) if role in ("free", "data") and size > 1]
+    products = {1}
+    for size in sizes:
+        products |= {size * product for product in products}
+    return num_devices in products
+
+
+def _with_degrees(num_devices: int, options: PlanOptions) -> Iterator[tuple[tuple[int, ...], tuple[Role, ...]]]:
     wanted = _forced_degrees(options.parallelism)
     if options.mesh_shape is not None:
         shapes = [options.mesh_shape] if math.prod(options.mesh_shape) == num_devices else []
     else:
         num_forced = sum(degree is not None and degree > 1 for degree in wanted.values())
+        num_forced += options.parallelism.zero_size not in (None, options.parallelism.data)  # within the data axis
         shapes = factorizations(num_devices, max(options.max_mesh_axes, num_forced))
     if all(degree is None for degree in wanted.values()):
         yield from ((shape, free_roles(shape)) for shape in shapes)
@@ -63,11 +80,12 @@ def check_degrees(num_devices: int, options: PlanOptions) -> None:
             f"mesh_shape={shape} has {math.prod(shape)} devices{pipeline}, the cluster {num_devices}; give a shape of which "
             "the devices, times the pipeline ranks, are as many as the cluster has, or leave it out"
         )
-    given = [name for name in DEGREES if name in ("data", "tensor") or getattr(forced, name)]
+    given = [name for name in (*DEGREES, "zero_size") if name in ("data", "tensor") or getattr(forced, name)]
     raise InputError(
         f"{' x '.join(f'{name}={getattr(forced, name)}' for name in given)} cannot be laid out on {num_devices} devices"
         f"{'' if shape is None else f' as a mesh of {shape}'}: the product of the forced degrees must be {num_devices} (a "
         "degree that is left out takes the rest)"
+        + ("" if forced.zero_size is None else ", and zero_size be one of the ways to divide those that share the batch")
     )
 
 
@@ -75,6 +93,7 @@ def check_forced(graph: OpGraph, options: PlanOptions) -> None:
     """Raise InputError when the model has nothing that could be divided as is forced."""
     forced = options.parallelism
     _check_micro_batches(graph, forced)
+    _check_logits(graph, forced)
     if all(degree in (None, 1) for degree in (forced.spatial, forced.expert, forced.context)):
         return
     rules = [rule for operator in graph.operators if (rule := signature_of(operator, graph)) is not None]
@@ -91,6 +110,19 @@ def _check_micro_batches(graph: OpGraph, forced: Parallelism) -> None:
         raise InputError(
             f"micro_batch_size={size}: {graph.model} must see its batch of {graph.batch_size} as a whole, as {coupled[0]}; "
             "leave micro_batch_size out"
+        )
+
+
+def _check_logits(graph: OpGraph, forced: Parallelism) -> None:
+    """Raise InputError when logits are to exist in chunks and there are none that can."""
+    if forced.logits != "chunks":
+        return
+    rules = (signature_of(operator, graph) for operator in graph.operators if operator.target == FUSED)
+    if not any(rule is not None and rule.chunked is not None and rule.chunked.is_offered for rule in rules):
+        raise InputError(
+            f"Parallelism(logits='chunks'): {graph.model} does not end in a trained linear layer whose result is read by its "
+            "cross-entropy alone (a sum or a mean over labels that are classes, nothing but views and a cast between the two); "
+            "leave logits out"
         )
 
 

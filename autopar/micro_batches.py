@@ -28,15 +28,15 @@ from typing import Any, Literal, cast
 from autopar.batching import at_batch, follows_batch
 from autopar.graph import BatchLiteral, Operator, OpGraph
 from autopar.strategies import creation, elementwise, pieces, registry, views
-from autopar.strategies.loss import ELEMENTWISE_LOSSES, MEAN, reduction_of
+from autopar.strategies.loss import ELEMENTWISE_LOSSES, FUSED, MEAN, class_loss, reduction_of
 from autopar.strategies.registry import signature_of
 from autopar.strategies.rule import Part, Signature, letters_of, place_of, product
 from autopar.strategies.rule import Term as Dims
-from autopar.strategies.signatures import is_floating, number, positive
+from autopar.strategies.signatures import is_floating, positive
 
 PRIME = 1_000_003  # no model has a dim of this size
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
-CLASS_LOSSES = (CROSS_ENTROPY, "aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
+CLASS_LOSSES = (CROSS_ENTROPY, "aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default", FUSED)
 MEANS = ("aten.mean.default", "aten.mean.dim")
 SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
 
@@ -224,7 +224,7 @@ class _Walk:
             return self._arange(operator)
         if operator.target == "aten.index.Tensor":
             states = self._indexed(operator, states)
-        averaged = operator.target in CLASS_LOSSES and number(operator.argument(3, "reduction", MEAN)) == MEAN
+        averaged = operator.target in CLASS_LOSSES and class_loss(operator).reduction == MEAN
         if averaged and any(state.kind != "fixed" for state in states):
             return self._class_loss(operator, states)
         if operator.target in creation.RULES:  # of other tensors only shape and dtype are read
@@ -364,11 +364,14 @@ class _Walk:
             if operator.target == CROSS_ENTROPY and is_floating(self.graph, operator.inputs[1]):
                 return self._probabilities(operator, states)
             raise _Couples("has no rule for labels of this kind")
-        logits, labels = states[:2]
-        row_letters = set(letters_of(rule.inputs[1]))
+        loss = class_loss(operator)
+        given = [operator.inputs.index(value) for value in (loss.labels, loss.weight) if value is not None]
+        at = given[0]
+        logits, labels = states[0], states[at]
+        row_letters = set(letters_of(rule.inputs[at]))
         places = {
             _letter_at(term[state.dim], state.outer, self.batch, rule.sizes)
-            for state, term in zip((logits, labels), rule.inputs, strict=False)
+            for state, term in ((logits, rule.inputs[0]), (labels, rule.inputs[at]))
             if state.kind == "rows"
         }
         place = next(iter(places), None)
@@ -376,9 +379,9 @@ class _Walk:
             raise _Couples("combines samples with one another")
         if place is None or place[0] not in row_letters:
             raise _Couples("takes the batch for classes")
-        if any(state.kind != "fixed" for state in states[2:]):
+        if any(state.kind != "fixed" for index, state in enumerate(states) if index not in (0, at)):
             raise _Couples("has class weights that depend on the batch")
-        if not self._is_known(operator.inputs[1:]):
+        if not self._is_known(operator.inputs[index] for index in given):
             raise _Couples("divides by a number of labels that depends on parameters, buffers or random numbers")
         self.terms[operator.id] = Term("count", count=self._count_name("loss_count"))
         return [_State("term")]

@@ -15,6 +15,9 @@ RECOMPUTATIONS = ("none", "selective", "full")
 CONTEXT_FORMS = ("ring", "ulysses")
 EXPERT_FORMS = ("exchanged", "replicated")
 OPTIMIZERS = ("adamw", "adam", "sgd_momentum", "sgd")
+OFFLOADS = ("none", "optimizer", "auto")
+OUTPUTS = ("all", "loss")
+LOGITS = ("whole", "chunks")
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,13 @@ class Parallelism:
     around a ``ring`` or along heads as in ``ulysses`` where ``context_form`` says so, and ``spatial`` devices the space that
     convolutions slide along. ``expert`` devices share the experts of mixtures: tokens are ``exchanged``, each device having
     some of the batch, or ``replicated``, where ``expert_form`` says so. ``zero`` (0 to 3) says how the parameters
-    rest on the data axis: 0 replicated, 1 optimizer states sharded, 2 gradients too, 3 parameters too. ``pipeline`` ranks
+    rest on the data axis: 0 replicated, 1 optimizer states sharded, 2 gradients too, 3 parameters too; with ``zero_size`` over
+    so many devices each, and replicated over the others (hybrid sharding). ``pipeline`` ranks
     share the layers, ``schedule`` says in which order they work (a name of ``cost_models.SCHEDULES``),
     ``micro_batch_size`` how many samples, over all devices of a rank, go through at a time, and ``recompute`` what every
-    block computes again in backward: ``none``, ``selective`` or ``full``. The product of the forced degrees must divide the
+    block computes again in backward: ``none``, ``selective`` or ``full``. ``logits`` that only the loss reads
+    (``PlanOptions(outputs="loss")``) are ``whole``, or exist in ``chunks`` of rows, computed again in backward. The product of
+    the forced degrees must divide the
     number of devices; a rest is searched.
 
     >>> Parallelism(data=2, tensor=4, zero=3)
@@ -46,6 +52,8 @@ class Parallelism:
     context_form: str | None = None
     spatial: int | None = None
     expert_form: str | None = None
+    zero_size: int | None = None
+    logits: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "context", "expert", "micro_batch_size", "spatial"):
@@ -59,6 +67,8 @@ class Parallelism:
                 f"Parallelism(data={self.data}, micro_batch_size={self.micro_batch_size}): a micro-batch has at least a "
                 f"sample for each of the devices that share it; give micro_batch_size={self.data} or more"
             )
+        if self.zero_size is not None:
+            self._check_zero_size(self.zero_size)
         if self.context_form is not None and self.context is None:
             raise InputError(
                 f"Parallelism(context_form={self.context_form!r}) says how the sequence is split: give context= as well"
@@ -68,11 +78,22 @@ class Parallelism:
                 f"Parallelism(expert_form={self.expert_form!r}) says how tokens come to the experts: give expert= as well"
             )
         forms = (("recompute", RECOMPUTATIONS), ("schedule", SCHEDULES), ("context_form", CONTEXT_FORMS),
-                 ("expert_form", EXPERT_FORMS))  # fmt: skip
+                 ("expert_form", EXPERT_FORMS), ("logits", LOGITS))  # fmt: skip
         for name, known in forms:
             chosen = getattr(self, name)
             if chosen is not None and chosen not in known:
                 raise InputError(f"Parallelism({name}={chosen!r}) is not known; choose one of {', '.join(known)}")
+
+    def _check_zero_size(self, size: object) -> None:
+        if type(size) is not int or size < 2:
+            raise InputError(f"Parallelism(zero_size={size!r}): a whole number of at least 2 devices share a parameter")
+        if not self.zero:
+            raise InputError(f"Parallelism(zero_size={size}) says over how many devices zero shards: give zero=1, 2 or 3")
+        if self.data is not None and self.data % size:
+            raise InputError(
+                f"Parallelism(data={self.data}, zero_size={size}): the devices that share a parameter are a part of those that "
+                "share the batch; give a zero_size that divides data"
+            )
 
     @property
     def is_free(self) -> bool:
@@ -125,8 +146,11 @@ class PlanOptions:
 
     ``precision``: ``model`` (the model's own types), ``bfloat16`` (computed in bfloat16; float32 masters, gradient sums
     and optimizer states) or ``autocast`` (as under ``torch.autocast`` to bfloat16); see :class:`Precision`.
-    ``optimizer``: whose state bytes count, one of ``adamw adam sgd_momentum sgd``. ``memory_margin``: part of each
-    device's memory that is kept free. ``max_mesh_axes``: meshes of up to this many axes are searched.
+    ``optimizer``: whose state bytes count, one of ``adamw adam sgd_momentum sgd``. ``offload``: what rests in the memory of
+    the host and is updated there: ``none``, ``optimizer`` (the states of all parameters, and the parameters or masters that
+    the optimizer updates) or ``auto`` (of as many parameters as pays, or as must be for a plan to fit). ``memory_margin``:
+    part of each device's memory that is kept free. ``max_mesh_axes``: meshes of up to this many axes are searched.
+    ``outputs``: which of the model's outputs the program gives, ``all`` or only the ``loss``; then logits need not be whole.
     ``max_variants``: how many differently sharded versions of a repeated block a program may have.
     ``gap``: the search ends when no plan can be faster by more than this fraction; ``max_evaluations``: or when so many
     arrangements (stages, micro-batches, schedule, mesh) have been planned in full, or ``max_pricings`` priced beside the
@@ -145,6 +169,8 @@ class PlanOptions:
     mesh_shape: tuple[int, ...] | None = None
     time_limit_seconds: float | None = None
     precision: str = "model"
+    offload: str = "none"
+    outputs: str = "all"
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -160,6 +186,15 @@ class PlanOptions:
             left_out = value is None and name == "time_limit_seconds"
             if isinstance(value, bool) or not (left_out or isinstance(value, (int, float))):
                 raise InputError(f"{name}={value!r} must be a number")
+        if self.outputs not in OUTPUTS:
+            raise InputError(f"outputs {self.outputs!r} is not known; choose one of {', '.join(OUTPUTS)}")
+        if self.parallelism.logits is not None and self.outputs != "loss":
+            raise InputError(
+                f"Parallelism(logits={self.parallelism.logits!r}): with outputs={self.outputs!r} the model's outputs are "
+                "wanted too, whole logits among them; give outputs='loss', or leave logits out"
+            )
+        if self.offload not in OFFLOADS:
+            raise InputError(f"offload {self.offload!r} is not known; choose one of {', '.join(OFFLOADS)}")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"optimizer {self.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
         if isinstance(self.gap, bool) or not isinstance(self.gap, (int, float)) or not 0 <= self.gap < 1:

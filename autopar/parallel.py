@@ -8,6 +8,7 @@ failure on any rank is raised on every rank: nobody is left waiting.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -21,7 +22,7 @@ from autopar.detection import gathered_cluster
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Input, OpGraph
 from autopar.initial import initial_values, meta_modules
-from autopar.options import PRECISIONS, Precision
+from autopar.options import PRECISIONS, PlanOptions, Precision
 from autopar.plans import Plan, check_fingerprint
 from autopar.randomness import mode_dependent_operators
 from autopar.ranks import Ranks, attempt, is_cpu, join_group
@@ -33,7 +34,7 @@ from autopar.tracing import Traced, trace
 from autopar.tracing.examples import Example, named_leaves
 
 if TYPE_CHECKING:
-    from autopar.options import Parallelism, PlanOptions
+    from autopar.options import Parallelism
     from cost_models import Cluster, Profile
 
 Result = TypeVar("Result")
@@ -100,9 +101,11 @@ def parallelize(
         )
     own_device = join_group(device)
     ranks = Ranks()
-    policy = ranks.from_first(lambda: _precision(plan, options), lambda said: Precision(**said))
+    how = ranks.from_first(lambda: _how_traced(plan, options), _HowTraced.from_json)
     traced = ranks.together(
-        lambda: trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy)
+        lambda: trace(
+            model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=how.precision, outputs=how.outputs
+        )
     )
     ranks.same(traced.graph.fingerprint, "traced another model, or example inputs of other shapes")
     if ranks.gather(plan is None and cluster is None)[0]:
@@ -362,11 +365,28 @@ def _leaves(example: Example, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 # -- the plan --------------------------------------------------------------------------------------------------------
 
 
-def _precision(given: Plan | str | Path | None, options: PlanOptions | None) -> Precision:
-    """The types in which the model is traced: those of the plan given, or of the options."""
+@dataclass(frozen=True)
+class _HowTraced:
+    """The types in which the model is traced, and which of its outputs are wanted."""
+
+    precision: Precision
+    outputs: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"precision": self.precision.to_json(), "outputs": self.outputs}
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> _HowTraced:
+        return _HowTraced(Precision(**document["precision"]), document["outputs"])
+
+
+def _how_traced(given: Plan | str | Path | None, options: PlanOptions | None) -> _HowTraced:
+    """As the plan given says, or the options."""
     if given is not None:
-        return (given if isinstance(given, Plan) else Plan.load(given)).precision
-    return PRECISIONS[options.precision] if options is not None else Precision()
+        plan = given if isinstance(given, Plan) else Plan.load(given)
+        return _HowTraced(plan.precision, plan.outputs)
+    chosen = options or PlanOptions()
+    return _HowTraced(PRECISIONS[chosen.precision], chosen.outputs)
 
 
 def _plan(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autopar.collection import without_collection
 from autopar.costing import Costed
 from autopar.costing.operators import Role, sequence_letters
 from autopar.detection import check_profile
@@ -42,7 +43,7 @@ LARGE = 600  # nodes of a stage's problem, above which it is solved to QUICK_GAP
 QUICK_GAP = 3e-3
 
 
-
+@without_collection()
 def plan(
     model: nn.Module,
     cluster: Cluster,
@@ -80,7 +81,7 @@ def plan(
     measured = loaded_profile(profile, cluster)
     start = time.perf_counter()
     policy = PRECISIONS[chosen.precision]
-    graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy).graph
+    graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy, outputs=chosen.outputs).graph
     seconds = time.perf_counter() - start
     return plan_graph(graph, cluster, chosen, profile=measured, progress=progress, tracing_seconds=seconds)
 
@@ -104,6 +105,7 @@ def merged_options(options: PlanOptions | None, parallelism: Parallelism | None)
     return replace(options, parallelism=parallelism)
 
 
+@without_collection()
 def plan_graph(
     graph: OpGraph,
     cluster: Cluster,
@@ -187,7 +189,7 @@ class Search(JointSearch):
         for name, (shape, roles, zero) in by_hand.items():
             self.say(f"for comparison: {name}")
             options = replace(self.options, parallelism=Parallelism(zero=zero))
-            evaluator = Evaluator(self.cost_model, options, self._solve)
+            evaluator = Evaluator(self.cost_model, options, self._solve, like=self.evaluator)
             data = math.prod(size for size, role in zip(shape, roles, strict=True) if role == "data")
             for count in self._counts_by_hand(data):
                 frame = Frame(Grid(1, shape, roles, (0,)), count, "single", 1)

@@ -27,23 +27,27 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """Layouts in which an operator reads its tensors and leaves its results; ``label`` says what each axis splits."""
+    """Layouts in which an operator reads its tensors and leaves its results; ``label`` says what each axis splits, ``form`` how
+    it is computed where that is not the usual way (``strategies.choices.Strategy``)."""
 
     label: str
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+    form: str = ""
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
     """``use``: what the parameter's readers start from; ``storage``: how it rests between steps; ``zero``: 0 to 3.
 
-    The two differ on the ZeRO axes only: there ``use`` has a partial gradient and ``storage`` is sharded.
+    The two differ on the ZeRO axes only: there ``use`` has a partial gradient and ``storage`` is sharded. ``offload``: what
+    rests, and its optimizer states, are in the host's memory.
     """
 
     use: Layout
     storage: Layout
     zero: int = 0
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,11 @@ class Plan:
                 f"{', '.join(PRECISIONS)}"
             )
         return PRECISIONS[name]
+
+    @property
+    def outputs(self) -> str:
+        """Which of the model's outputs are to be traced for this plan: ``all``, or the ``loss``."""
+        return str(self.options.get("outputs", "all"))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -294,15 +303,30 @@ def _layouts_json(layouts: tuple[Layout, ...]) -> list[str]:
     return [layout_text(layout) for layout in layouts]
 
 
+def _where(plan: ParameterPlan) -> dict[str, bool]:
+    """Said of parameters on the host only, so that plans without any read as before there were such."""
+    return {"offload": True} if plan.offload else {}
+
+
+def _form(plan: OperatorPlan) -> dict[str, str]:
+    """Said where it is not the usual one."""
+    return {"form": plan.form} if plan.form else {}
+
+
 def _stage_json(stage: StagePlan) -> dict[str, Any]:
     return {
         "mesh": {"shape": list(stage.mesh.shape), "names": list(stage.mesh.names)},
         "operators": {
-            name: {"label": plan.label, "inputs": _layouts_json(plan.inputs), "outputs": _layouts_json(plan.outputs)}
+            name: {
+                "label": plan.label,
+                "inputs": _layouts_json(plan.inputs),
+                "outputs": _layouts_json(plan.outputs),
+                **_form(plan),
+            }
             for name, plan in stage.operators.items()
         },
         "parameters": {
-            name: {"use": layout_text(plan.use), "storage": layout_text(plan.storage), "zero": plan.zero}
+            name: {"use": layout_text(plan.use), "storage": layout_text(plan.storage), "zero": plan.zero, **_where(plan)}
             for name, plan in stage.parameters.items()
         },
         "sources": {name: layout_text(layout) for name, layout in stage.sources.items()},
@@ -317,11 +341,15 @@ def _stage_from_json(document: Mapping[str, Any]) -> StagePlan:
     return StagePlan(
         mesh=Mesh(tuple(document["mesh"]["shape"]), tuple(document["mesh"]["names"])),
         operators={
-            name: OperatorPlan(plan["label"], _read_layouts(plan["inputs"]), _read_layouts(plan["outputs"]))
+            name: OperatorPlan(
+                plan["label"], _read_layouts(plan["inputs"]), _read_layouts(plan["outputs"]), plan.get("form", "")
+            )
             for name, plan in document["operators"].items()
         },
         parameters={
-            name: ParameterPlan(parse_layout(plan["use"]), parse_layout(plan["storage"]), plan["zero"])
+            name: ParameterPlan(
+                parse_layout(plan["use"]), parse_layout(plan["storage"]), plan["zero"], plan.get("offload", False)
+            )
             for name, plan in document["parameters"].items()
         },
         sources={name: parse_layout(layout) for name, layout in document["sources"].items()},

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar import errors
+from autopar.binding import settle_process
 from autopar.errors import AutoparError, InputError
 
 Result = TypeVar("Result")
@@ -27,6 +28,8 @@ def join_group(device: torch.device | str | None) -> torch.device | None:
     if chosen.type == "cuda":
         chosen = chosen if chosen.index is not None else torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(chosen)
+    if chosen.type == "cpu":
+        settle_process(torch.get_num_threads())
     # Plans travel over gloo also where tensors travel over NCCL, which would not wait for a long search.
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
     atexit.register(_leave_group)

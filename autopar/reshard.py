@@ -121,6 +121,12 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     return tuple(found)
 
 
+def is_one_gather(way: Sequence[Step]) -> bool:
+    """Whether a parameter's rest and use are one all-gather apart, beside sums of its gradient: outside of ZeRO-3 its shards
+    then travel in one collective with those of other parameters (``autopar.runtime.zero``)."""
+    return [step.name for step in way if step.name != "copy_to"] == ["all_gather"]
+
+
 def state_after(name: str, wanted: State) -> State:
     """The state that a step on the way to ``wanted`` leads to: what is gathered may be cut again later."""
     return REPLICATED if name == "gather" else wanted

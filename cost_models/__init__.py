@@ -1,7 +1,8 @@
 """Prices on a cluster: seconds of operators and collectives, bytes of training. In the order in which data flows.
 
-``Device``, ``Link`` (parts) -> the catalogue -> ``Node``, ``Cluster`` (hardware) -> compute, collectives, memory, and what
-was measured (measurements -> ``Profile`` -> measured) -> ``CostModel``. Needs the standard library and numpy only.
+``Device``, ``Link`` (parts) -> the catalogue -> ``Host`` (hosts) -> ``Node``, ``Cluster`` (hardware) -> compute, collectives,
+memory, and what was measured (measurements -> ``Profile`` -> measured) -> ``CostModel``. Needs the standard library and numpy
+only.
 """
 
 from cost_models.catalogue import DEVICES, LINKS, find_device, find_link
@@ -17,6 +18,7 @@ from cost_models.collectives import (
 from cost_models.compute import OPERATOR_KINDS, OperatorKind, operator_seconds
 from cost_models.errors import ClusterError, ProfileError
 from cost_models.hardware import Cluster, Node
+from cost_models.hosts import Host, HostShare
 from cost_models.measured import provenance_of
 from cost_models.measurements import Context, Curve, Machine, OperatorEntry, Overlap, Point, Run
 from cost_models.memory import (
@@ -70,6 +72,8 @@ __all__ = [
     "Device",
     "DeviceKind",
     "Hops",
+    "Host",
+    "HostShare",
     "Line",
     "Link",
     "Machine",

@@ -11,7 +11,8 @@ Enters: JSON text, by a person or by ``Cluster.to_json``. Leaves: the parts that
                 "num_devices": 8}],
      "inter_link": "InfiniBand-HDR"}
 
-A device or link is a name of the catalogue or an object with the fields of ``Device`` or ``Link``.
+A device or link is a name of the catalogue or an object with the fields of ``Device`` or ``Link``. A node may have a
+``host``, an object with the fields of ``Host``; without one it has the usual one of its device.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from typing import TypeVar
 
 from cost_models.catalogue import find_device, find_link
 from cost_models.errors import ClusterError
+from cost_models.hosts import Host
 from cost_models.parts import Device, Link, check_text, whole_number
 
 SCHEMA_VERSION = 1
 MAX_COUNT = 100_000  # equal nodes: more than any machine has, and little enough to hold
 
-Part = TypeVar("Part", Device, Link)
+Part = TypeVar("Part", Device, Link, Host)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class NodeEntry:
     num_devices: int
     link: Link
     count: int
+    host: Host | None = None
 
 
 @dataclass(frozen=True)
@@ -88,19 +91,20 @@ def parse_cluster(text: str) -> ClusterEntry:
     )
 
 
-def cluster_to_json(name: str, nodes: Sequence[tuple[Device, int, Link]], inter_link: Link) -> str:
+def cluster_to_json(name: str, nodes: Sequence[tuple[Device, int, Link, Host | None]], inter_link: Link) -> str:
     """Canonical JSON text: fields in the order of the classes, equal consecutive nodes counted, newline at the end."""
     entries = []
-    for (device, num_devices, link), same in groupby(nodes):
+    for (device, num_devices, link, host), same in groupby(nodes):
+        given = {} if host is None else {"host": asdict(host)}
         entries.append(
-            {"device": asdict(device), "num_devices": num_devices, "link": asdict(link), "count": len(list(same))}
+            {"device": asdict(device), "num_devices": num_devices, "link": asdict(link), "count": len(list(same)), **given}
         )
     data = {"schema_version": SCHEMA_VERSION, "name": name, "nodes": entries, "inter_link": asdict(inter_link)}
     return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _node(where: str, value: object) -> NodeEntry:
-    entry = _object(where, value, required=("device", "num_devices", "link"), optional=("count",))
+    entry = _object(where, value, required=("device", "num_devices", "link"), optional=("count", "host"))
     count = whole_number(where, "count", entry.get("count", 1))
     if count > MAX_COUNT:
         raise ClusterError(f"{where}: count is {count}; give at most {MAX_COUNT}")
@@ -109,6 +113,7 @@ def _node(where: str, value: object) -> NodeEntry:
         num_devices=whole_number(where, "num_devices", entry["num_devices"]),
         link=_link(f"{where}.link", entry["link"]),
         count=count,
+        host=_host(f"{where}.host", entry["host"]) if entry.get("host") is not None else None,
     )
 
 
@@ -118,6 +123,12 @@ def _device(where: str, value: object) -> Device:
 
 def _link(where: str, value: object) -> Link:
     return _named(where, find_link, value) if isinstance(value, str) else _part(where, Link, value)
+
+
+def _host(where: str, value: object) -> Host:
+    if isinstance(value, dict) and "link" in value:
+        value = {**value, "link": _link(f"{where}.link", value["link"])}
+    return _part(where, Host, value)
 
 
 def _named(where: str, find: Callable[[str], Part], name: str) -> Part:
@@ -131,7 +142,8 @@ def _part(where: str, cls: type[Part], value: object) -> Part:
     required = tuple(f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING)
     optional = tuple(f.name for f in fields(cls) if f.name not in required)
     kind = cls.__name__.lower()
-    entry = _object(where, value, required, optional, hint=f" (or the name of a {kind} of the catalogue)")
+    hint = "" if cls is Host else f" (or the name of a {kind} of the catalogue)"
+    entry = _object(where, value, required, optional, hint=hint)
     try:
         return cls(**entry)  # type: ignore[arg-type]  # the class checks every field itself
     except ClusterError as error:

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +33,17 @@ def processor(root: Path = ROOT) -> str:
     return found[1].strip() if found else "unknown"
 
 
+@lru_cache(maxsize=1)
+def given_cores() -> frozenset[int]:
+    """Cores that this process was given: a process that later binds itself to some of them stands on the same machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
 def num_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use: those it is bound to, or the container's share where that is less (cgroup v2)."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: those it was given, or the container's share where that is less (cgroup v2)."""
+    bound = len(given_cores())
     quota, _, period = (_read(root / "sys/fs/cgroup/cpu.max") or "max").strip().partition(" ")
     if quota.isdigit() and period.isdigit() and int(period) > 0:
         return max(1, min(bound, int(quota) // int(period)))

@@ -19,17 +19,20 @@ from cost_models import detection
 from cost_models.catalogue import find_device, find_link
 from cost_models.cluster_json import cluster_to_json, parse_cluster
 from cost_models.errors import ClusterError
+from cost_models.hosts import Host
 from cost_models.nvml import detected_gpus
 from cost_models.parts import Device, Link, check_text, whole_number
 
 
 @dataclass(frozen=True)
 class Node:
-    """``num_devices`` equal devices that share a host, joined by ``link``."""
+    """``num_devices`` equal devices that share a host, joined by ``link``. ``host``: its CPUs and memory, by default those
+    that such devices usually have (``hosts.usual_host``)."""
 
     device: Device
     num_devices: int
     link: Link
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device):
@@ -38,6 +41,8 @@ class Node:
             raise ClusterError(f"node: link is {self.link!r}; give a Link (find_link finds one by name)")
         what = f"node of {self.device.name}"
         object.__setattr__(self, "num_devices", whole_number(what, "num_devices", self.num_devices))
+        if self.host is not None and not isinstance(self.host, Host):
+            raise ClusterError(f"{what}: host is {self.host!r}; give a Host, or leave it out for the usual one")
 
 
 @dataclass(frozen=True)
@@ -196,13 +201,14 @@ class Cluster:
         nodes = tuple(
             node
             for entry in described.nodes
-            for node in (Node(entry.device, entry.num_devices, entry.link),) * entry.count
+            for node in (Node(entry.device, entry.num_devices, entry.link, entry.host),) * entry.count
         )
         return cls(nodes, described.inter_link, described.name)
 
     def to_json(self) -> str:
         """JSON text with every figure spelled out; equal consecutive nodes are one entry with a ``count``."""
-        return cluster_to_json(self.name, [(n.device, n.num_devices, n.link) for n in self.nodes], self.inter_link)
+        nodes = [(node.device, node.num_devices, node.link, node.host) for node in self.nodes]
+        return cluster_to_json(self.name, nodes, self.inter_link)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_json()`` to a file."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cost_models.collectives import AxisCost, axis_cost, axis_groups
 from cost_models.compute import FloatArray, OperatorKind, operator_seconds
 from cost_models.hardware import Cluster
+from cost_models.hosts import HostShare, host_share
 from cost_models.measured import MeasuredOperators, Provenance, measured_axis
 from cost_models.measurements import OperatorEntry
 from cost_models.memory import usable_bytes
@@ -202,6 +203,20 @@ class CostModel:
     ) -> int:
         """The least ``device_memory_bytes`` of a mesh."""
         return min(usable_bytes(device, margin) for device in self.devices(offset_devices, num_devices))
+
+    def host_share(self, offset_devices: int | None = None, num_devices: int | None = None) -> HostShare:
+        """The least that a device of the mesh has of its node's host."""
+        first, count = self._mesh(offset_devices, num_devices)
+        nodes = range(self.cluster.node_of(first), self.cluster.node_of(first + count - 1) + 1)
+        different = dict.fromkeys(self.cluster.nodes[number] for number in nodes)
+        shares = [host_share(node.device, node.num_devices, node.host) for node in different]
+        return HostShare(
+            min(share.memory_bytes for share in shares),
+            min(share.memory_bytes_per_second for share in shares),
+            min(share.link_bytes_per_second for share in shares),
+            max(share.link_seconds for share in shares),
+            all(share.is_own_memory for share in shares),
+        )
 
     def _estimate(self, entry: OperatorEntry) -> tuple[float, float]:
         """What the estimate says of a measured operator: seconds of its forward and backward pass."""

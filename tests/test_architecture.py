@@ -24,6 +24,7 @@ LAYERS = (
     "cost_models",
     "autopar.runtime",
     "autopar.errors",
+    "autopar.collection",
     "autopar.mesh",
     "autopar.options",
     "autopar.layout",
@@ -52,6 +53,7 @@ LAYERS = (
     "autopar.randomness",
     "autopar.initial",
     "autopar.simulation",
+    "autopar.binding",
     "autopar.ranks",
     "autopar.parallel",
     "autopar.verifier",
@@ -111,13 +113,13 @@ ONLY_IN = {
     "cost_models": tuple(
         (
             "autopar.options autopar.costing autopar.search autopar.report autopar.detection "
-            "autopar.planner autopar.validation autopar.profiler autopar.parallel autopar.verifier "
+            "autopar.planner autopar.validation autopar.binding autopar.profiler autopar.parallel autopar.verifier "
             "autopar.__init__ autopar.references autopar.running autopar.demo autopar.demo_rank autopar.cli"
         ).split()
     ),
     "importlib": ("autopar.__init__", "autopar.parallel", "autopar.verifier", "autopar.references"),
-    "os.environ": ("autopar.runtime", "autopar.launching", "autopar.cli"),
-    "os.getenv": ("autopar.runtime", "autopar.launching", "autopar.cli"),
+    "os.environ": ("autopar.runtime", "autopar.binding", "autopar.launching", "autopar.cli"),
+    "os.getenv": ("autopar.runtime", "autopar.binding", "autopar.launching", "autopar.cli"),
     "torch.export": ("autopar.tracing",),
     "torch.testing": ("autopar.simulation",),
 }
@@ -133,6 +135,7 @@ PRIVATE_TORCH = {
     "torch._subclasses": "autopar.tracing",
     "torch.distributed.distributed_c10d": "autopar.simulation",
     "torch.distributed.pipelining": "autopar.runtime.stages",
+    "torch.distributed.tensor._dtensor_spec": "autopar.runtime.host",
     "torch.ops._c10d_functional": "autopar.runtime.collectives",
     "torch.testing._internal": "autopar.simulation",
     "torch.utils._pytree": "autopar.tracing",

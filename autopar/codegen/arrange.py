@@ -249,7 +249,7 @@ class Arrangement:
         names = tuple(name.removeprefix(path) for name in self.names_of.get(value, ()))
         if kind == "parameter":
             plan = self.wiring.parameter(value)
-            return (names, self._facts(value), self.graph.masters[value], plan.use, plan.storage, plan.zero)
+            return (names, self._facts(value), self.graph.masters[value], plan)
         layout = self.wiring.layout(value) if value in self.wiring.resolved.stage.sources else None
         if kind == "buffer":
             buffer = next(b for b in self.graph.buffers if b.value == value)

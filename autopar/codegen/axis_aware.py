@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from autopar.codegen.called import SHARE, Called, joined
+from autopar.codegen.called import SHARE, Called, atom, joined
 from autopar.codegen.local_sizes import num_parts, same_everywhere, size_at
 from autopar.codegen.scope import AxisCuts
 from autopar.codegen.text import words
-from autopar.layout import Cut
+from autopar.layout import Cut, local_shape
 from autopar.strategies.attention import repeated_heads
-from autopar.strategies.loss import ELEMENTWISE_LOSSES, MEAN, SUM, reduction_of
+from autopar.strategies.choices import CHUNKS
+from autopar.strategies.logits import chunk_rows
+from autopar.strategies.loss import ELEMENTWISE_LOSSES, FUSED, MEAN, SUM, class_loss, reduction_of
 from autopar.strategies.rule import in_whole_groups
 from autopar.strategies.signatures import dims_argument, place_in_inputs
 
@@ -44,28 +46,56 @@ def _embedding(call: Called) -> str:
 
 def _cross_entropy(call: Called) -> str:
     """Split rows share the count of a mean, split classes their sums."""
-    logits, labels = call.names[:2]
-    weight = place_in_inputs(call.operator, 2, "weight")
-    options = [] if weight is None else [f"weight={call.names[weight]}"]
-    reduction = call.given(3, "reduction", MEAN)
-    if call.given(4, "ignore_index", -100) != -100:
-        options.append(f"ignore_index={call.given(4, 'ignore_index')}")
-    if reduction != MEAN:
-        options.append(f'reduction="{_REDUCTIONS[reduction]}"')
-    if call.given(5, "label_smoothing", 0.0):
-        options.append(f"label_smoothing={call.given(5, 'label_smoothing')}")
-    classes = 1 if len(call.input_shape()) > 1 else 0
-    vocab = call.input_cuts(classes)
-    rows = _axes_cutting(call, range(len(call.input_shape(1))), 1) if reduction == MEAN else []
+    loss = class_loss(call.operator)
+    place = call.operator.inputs.index(loss.labels)
+    classes, index = (0, 1) if call.operator.target == FUSED else (min(1, len(call.input_shape()) - 1), 0)
+    by_chunks = call.scope.forms.get(call.operator.id) == CHUNKS
+    weight = "class_weight" if by_chunks else "weight"
+    options = [] if loss.weight is None else [f"{weight}={call.names[call.operator.inputs.index(loss.weight)]}"]
+    if loss.ignore_index != -100:
+        options.append(f"ignore_index={loss.ignore_index}")
+    if loss.reduction != MEAN:
+        options.append(f'reduction="{_REDUCTIONS[loss.reduction]}"')
+    if loss.label_smoothing:
+        options.append(f"label_smoothing={loss.label_smoothing}")
+    vocab = call.input_cuts(classes, index)
+    rows = _axes_cutting(call, range(len(call.input_shape(place))), place) if loss.reduction == MEAN else []
+    shared = []
     if call.count is not None:  # a number for all devices and micro-batches
-        options.append(f"count={call.count}")
-    elif not vocab and not rows:
-        return joined(call.scope.functional("cross_entropy"), [logits, labels, *options])
+        shared.append(f"count={call.count}")
     elif rows:
-        options.append(f"batch_axes={_tuple(call.scope.axis(axis) for axis in rows)}")
+        shared.append(f"batch_axes={_tuple(call.scope.axis(axis) for axis in rows)}")
     if vocab:
-        options.append(f"vocab={call.scope.split(call.input_shape()[classes], vocab, 'vocab')}")
-    return joined(call.scope.runtime("cross_entropy"), [logits, labels, *options])
+        shared.append(f"vocab={call.scope.split(call.input_shape(index)[classes], vocab, 'vocab')}")
+    if by_chunks:
+        return joined(call.scope.runtime("linear_cross_entropy"), [*_by_chunks(call, place), *options, *shared])
+    given = _logits(call, place) if call.operator.target == FUSED else call.names[:2]
+    function = call.scope.runtime("cross_entropy") if shared else call.scope.functional("cross_entropy")
+    return joined(function, [*given, *options, *shared])
+
+
+def _logits(call: Called, labels: int) -> list[str]:
+    """Logits and labels, classes last and then rows in one dim."""
+    x, weight, *bias = call.names[:labels]
+    text = joined(call.scope.functional("linear"), [x, weight, *bias])
+    dtype = call.operator.args[8]
+    if dtype is not None:
+        text = f"{text}.to({call.literal(dtype)})"
+    if len(call.input_shape()) == 2:
+        return [text, call.names[labels]]
+    return [f"{text}.flatten(0, -2)", f"{atom(call.names[labels])}.flatten()"]
+
+
+def _by_chunks(call: Called, labels: int) -> list[str]:
+    """What logits are made of, labels, and how many rows are a chunk."""
+    x, weight, *bias = call.names[:labels]
+    mesh = call.scope.mesh.shape
+    num_rows = math.prod(local_shape(call.input_shape(labels), call.input_layouts[labels], mesh))
+    num_classes, width = local_shape(call.input_shape(1), call.input_layouts[1], mesh)
+    options = [f"bias={bias[0]}"] if bias else []
+    dtype = call.operator.args[8]
+    options += [f"dtype={call.literal(dtype)}"] if dtype is not None else []
+    return [x, weight, call.names[labels], f"rows={chunk_rows(num_rows, num_classes, width)}", *options]
 
 
 def _nll(call: Called) -> str:
@@ -227,7 +257,7 @@ def _scaled(write: Callable[[Called], str]) -> Callable[[Called], str]:
 
 AXIS_AWARE: dict[str, Callable[[Called], str]] = {
     "aten.embedding.default": _embedding,
-    "aten.cross_entropy_loss.default": _scaled(_cross_entropy),
+    **dict.fromkeys(("aten.cross_entropy_loss.default", FUSED), _scaled(_cross_entropy)),
     **{f"aten.{name}.default": _nll for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")},
     "aten.batch_norm.default": _batch_norm,
     "aten.dropout.default": _dropout,

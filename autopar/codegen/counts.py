@@ -35,8 +35,7 @@ from autopar.layout import Shard
 from autopar.micro_batches import CLASS_LOSSES
 from autopar.plans import Resolved
 from autopar.sharing import sharing_groups
-from autopar.strategies.loss import COUNT_BYTES
-from autopar.strategies.signatures import place_in_inputs
+from autopar.strategies.loss import COUNT_BYTES, class_loss
 
 _INDENT = 8
 IGNORED = -100  # torch's own ignore_index
@@ -59,7 +58,7 @@ class PlannedCount:
         """The label that does not count; None for a divisor."""
         if self.operator.target not in CLASS_LOSSES:
             return None
-        return int(self.operator.argument(4, "ignore_index", IGNORED))
+        return class_loss(self.operator).ignore_index
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def planned_counts(part: Part) -> tuple[PlannedCount, ...]:
         if operator.target not in CLASS_LOSSES:
             found.append(PlannedCount(term.count, operator, operator.outputs, (), 0))
             continue
-        labels, weight = operator.inputs[1], place_in_inputs(operator, 2, "weight")
-        weights = () if weight is None else (operator.inputs[weight],)
+        loss = class_loss(operator)
+        labels, weights = loss.labels, () if loss.weight is None else (loss.weight,)
         item = ITEM_BYTES[part.graph.values[weights[0]].dtype] if weights else COUNT_BYTES
         sizes = part.wiring.resolved.stage.mesh.shape
         axes = (

@@ -24,7 +24,7 @@ from autopar.codegen.stages import Part, num_pipeline_ranks, parts, rank_of_stag
 from autopar.graph import ITEM_BYTES, Operator, OpGraph, Parameter
 from autopar.layout import REPLICATED, SUMMED_GRADIENT, Layout, local_shape
 from autopar.plans import Plan
-from autopar.reshard import Traffic, step_traffic, steps, traffic
+from autopar.reshard import Traffic, is_one_gather, step_traffic, steps, traffic
 from autopar.sharing import Reader
 from autopar.strategies.registry import signature_of
 
@@ -40,8 +40,9 @@ class Entry:
 
     ``phase``: ``forward`` and ``backward`` of activations, ``recompute`` for a forward pass that is done again in backward,
     ``gradient`` for reductions of parameters' gradients, ``parameter`` for gathers of parameters. ``what`` is the operator
-    that reads, the value sent, or the parameter (of a repeated block: its representative's). ``stage`` has the first
-    device that takes part; what is sent from stage to stage (``send_recv`` on the axis ``stages``) counts where it is sent.
+    that reads, the value sent, or the parameter (of a repeated block: its representative's). ``in_bucket``: it is a part of
+    one collective of many parameters. ``stage`` has the first device that takes part; what is sent from stage to stage
+    (``send_recv`` on the axis ``stages``) counts where it is sent.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Entry:
     what: str
     count: int = 1
     stage: int = 0
+    in_bucket: bool = False
 
 
 def totals(entries: Iterable[Entry]) -> dict[tuple[str, str], int]:
@@ -247,7 +249,9 @@ class _StageLedger:
         trained = parameter.trainable and value in self.wiring.gradient
         described = self.graph.values[value]
         current = tuple(REPLICATED if state == SUMMED_GRADIENT else state for state in plan.storage)
-        for step in steps(current, plan.use):
+        way = steps(current, plan.use)
+        shared = plan.zero != 3 and is_one_gather(way)
+        for step in way:
             items = (ITEM_BYTES[described.dtype], ITEM_BYTES[self.graph.masters[value]])
             ahead, back = (
                 step_traffic(step, current, described.shape, self.mesh.shape, item)[way] for way, item in enumerate(items)
@@ -256,11 +260,12 @@ class _StageLedger:
             if self.mesh.shape[step.axis] == 1:
                 continue
             if ahead and once == (plan.zero != 3) and (readers or plan.zero != 3):
-                yield self._entry(ahead, "parameter", what)
+                yield replace(self._entry(ahead, "parameter", what), in_bucket=shared)
                 if plan.zero == 3 and trained and self._is_wanted_again(what, readers):
                     yield self._entry(ahead, "parameter", what)
             if back and trained and once == (plan.zero < 2 or back.kind == "all_reduce"):
-                yield self._entry(back, "gradient", what)
+                in_bucket = shared or back.kind == "all_reduce"
+                yield replace(self._entry(back, "gradient", what), in_bucket=in_bucket)
 
     def _is_wanted_again(self, what: str, readers: Sequence[Reader]) -> bool:
         """Whether a gathered parameter is needed in backward by some of its readers; ``what`` is its representative."""

@@ -44,7 +44,7 @@ def generate(plan: Plan, graph: OpGraph) -> str:
     while True:
         scope = Scope(
             plan.stages[0].mesh, plan.micro_batch_size, batch, num_micro_batches=plan.num_micro_batches,
-            terms=terms_of(plan, graph),
+            terms=terms_of(plan, graph), forms=_forms(plan),
         )  # fmt: skip
         writers = [StageWriter(part, scope, names, reserved) for part in stages]
         classes, class_names = class_lines(writers, graph)
@@ -61,6 +61,11 @@ def generate(plan: Plan, graph: OpGraph) -> str:
     trailer = _trailer(plan, graph, stages, dims, multiple, {"STAGES": rows, "COUNTS": counts.rows})
     header = _header(plan, graph, stages, scope, dims)
     return "\n".join([*header, *classes, *counts.classes, "", "", *trailer]) + "\n"
+
+
+def _forms(plan: Plan) -> dict[str, str]:
+    """The operators that are not computed in the usual way."""
+    return {name: chosen.form for stage in plan.stages for name, chosen in stage.operators.items() if chosen.form}
 
 
 def _check_samples_apart(plan: Plan, graph: OpGraph) -> None:

@@ -18,7 +18,7 @@ class Scope:
     of the step that runs (``mesh.batch``): without it, sizes that follow the batch are written as numbers and
     ``fixed_batch`` says so.
     ``taken`` are names that constants must not have. ``terms``: operators that are scaled because a step has several
-    micro-batches (``micro_batches.terms``), by id.
+    micro-batches (``micro_batches.terms``), by id; ``forms``: those that are computed otherwise than usual, and how.
     """
 
     def __init__(
@@ -29,12 +29,14 @@ class Scope:
         taken: Container[str] = (),
         num_micro_batches: int = 1,
         terms: Mapping[str, Term] | None = None,
+        forms: Mapping[str, str] | None = None,
     ) -> None:
         self.mesh = mesh
         self.batch_size = batch_size
         self.batch = batch
         self.num_micro_batches = num_micro_batches
         self.terms = terms or {}
+        self.forms = forms or {}
         self.fixed_batch = False
         self.uses_functional = False
         self.runtime_names: set[str] = set()

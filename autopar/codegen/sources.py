@@ -73,6 +73,8 @@ class SourceWriter:
         parts = ["mesh", names[0], repr(described.shape), f"torch.{master}", f"use={text.quoted(use)}"]
         if stored != resting:
             parts += [f"store={text.quoted(text.words(stored))}", f"zero={plan.zero}"]
+        if plan.offload:
+            parts.append("offload=True")
         if len(names) > 1:
             parts.append(f"aliases={text.tuple_text(list(names[1:]))}")
         if self.graph.parameter_of[value].master:

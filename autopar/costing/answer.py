@@ -39,10 +39,10 @@ def stage_plan(costed: Costed, choices: Sequence[int]) -> StagePlan:
         if name in graph.operator_of:
             strategy = costed.operator_table(name).strategies[choice]
             outputs = _all_outputs(graph.operator_of[name], strategy.outputs, whole)
-            operators[name] = OperatorPlan(strategy.label, strategy.inputs, outputs)
+            operators[name] = OperatorPlan(strategy.label, strategy.inputs, outputs, strategy.form)
         elif name in graph.values:
             kept = costed.parameter_table(name).choices[choice]
-            parameters[name] = ParameterPlan(kept.use, kept.storage, kept.zero)
+            parameters[name] = ParameterPlan(kept.use, kept.storage, kept.zero, kept.offload)
         else:
             value, _, rest = name.partition("|")
             shared[name] = costed.shared_columns[f"{prepared.name(value)}|{rest}"].distinct[choice]

@@ -36,6 +36,17 @@ class Candidate:
         return math.inf if self.assignment.choices is None else peak_bytes(self.costed, self.assignment.choices)
 
     @property
+    def host_bytes(self) -> float:
+        """What the plan keeps in the host's memory for each device."""
+        return self.assignment.memory_bytes[1] if len(self.assignment.memory_bytes) > 1 else 0.0
+
+    @property
+    def host_available_bytes(self) -> float:
+        """What a device has of its host's memory; 0 where nothing is to rest there."""
+        budgets = self.costed.problem.memory_budgets_bytes
+        return float(budgets[1]) if len(budgets) > 1 else 0.0
+
+    @property
     def missing_bytes(self) -> float:
         """By how much the plan exceeds the memory; 0 where it fits."""
         return max(0.0, self.peak_bytes - self.available_bytes)

@@ -15,16 +15,19 @@ from typing import Literal
 
 import numpy as np
 
+from autopar.costing.chunks import by_chunks, linear_loss_seconds, together, without_chunks
 from autopar.costing.conversions import Conversions, FloatArray
 from autopar.costing.measured import measured_seconds
 from autopar.costing.prepare import Prepared
-from autopar.costing.rings import is_ring, ring_bytes
+from autopar.costing.rings import block_bytes, is_ring, ring_bytes
 from autopar.costing.space import halo_bytes, halo_seconds, with_space
+from autopar.costing.tables import LayoutColumn, OperatorTable
 from autopar.graph import ITEM_BYTES, Operator
 from autopar.layout import PARTIAL, REPLICATED, Layout
 from autopar.strategies.branches import branch_flops
-from autopar.strategies.choices import AxisChoice, Strategy, axis_choices, piece_fraction, share, strategies
+from autopar.strategies.choices import CHUNKS, AxisChoice, Strategy, axis_choices, piece_fraction, share, strategies
 from autopar.strategies.experts import TARGET as MIXTURE
+from autopar.strategies.loss import FUSED, class_loss
 from autopar.strategies.rule import Exchange, Signature, in_whole_groups, letters_of
 
 Role = Literal["free", "data", "tensor", "context", "ring", "ulysses", "spatial", "expert", "exchanged", "replicated"]
@@ -34,60 +37,39 @@ EXPERT_ROLES: tuple[Role, ...] = ("expert", "exchanged", "replicated")
 HEAVY = ("matmul", "attention")
 
 # Tensors of the result's size that a backward pass makes beside the gradients it returns (torch's derivatives.yaml and
-# FunctionsManual.cpp): pow has the power and its product with the exponent. (Cross-entropy has the gradient of the
+# FunctionsManual.cpp): pow (and square) has the power and its product with the exponent. (Cross-entropy has the gradient of the
 # log-probabilities.)
-TEMPORARIES: Mapping[str, float] = {"aten.pow.Tensor_Scalar": 2.0, "aten.div.Tensor": 1.0}
-
-
-@dataclass(frozen=True)
-class LayoutColumn:
-    """The layouts that a list of choices gives a tensor: the distinct ones, and for each choice which of them."""
-
-    distinct: tuple[Layout, ...]
-    which: np.ndarray
-
-    @staticmethod
-    def of(layouts: Sequence[Layout]) -> LayoutColumn:
-        distinct = tuple(dict.fromkeys(layouts))
-        place = {layout: index for index, layout in enumerate(distinct)}
-        return LayoutColumn(distinct, np.array([place[layout] for layout in layouts], dtype=np.intp))
-
-
-@dataclass(frozen=True, eq=False)
-class OperatorTable:
-    """Strategies of an operator with their costs, for one micro-batch.
-
-    ``seconds`` is forward and backward compute plus the collectives inside the operator; ``compute_seconds`` the first of
-    these; ``forward_seconds`` the forward pass's part; ``output_bytes`` of each result on one device and ``extra_bytes`` of the
-    statistics kept for backward; ``flops`` forward and
-    backward on one device; ``beside_bytes`` of what the backward pass holds beside gradients while it goes round a ring.
-    ``inputs`` and ``outputs`` are the columns of layouts.
-    """
-
-    strategies: tuple[Strategy, ...]
-    inputs: tuple[LayoutColumn, ...]
-    outputs: tuple[LayoutColumn, ...]
-    seconds: FloatArray
-    compute_seconds: FloatArray
-    forward_seconds: FloatArray
-    weight_seconds: FloatArray
-    output_bytes: tuple[FloatArray, ...]
-    extra_bytes: FloatArray
-    transient_bytes: FloatArray
-    flops: FloatArray
-    beside_bytes: FloatArray
+TEMPORARIES: Mapping[str, float] = {"aten.pow.Tensor_Scalar": 2.0, "aten.square.default": 2.0, "aten.div.Tensor": 1.0}
 
 
 def operator_table(
+    operator: Operator, prepared: Prepared, conversions: Conversions, roles: Sequence[Role], form: str | None = None
+) -> OperatorTable:
+    """All strategies of ``operator`` that the axes' roles allow, priced; where there are several ways to compute it, in each
+    or in the one that is forced (``form``: ``whole`` or ``chunks``)."""
+    usual = _usual_table(operator, prepared, conversions, roles)
+    signature = prepared.signatures.get(prepared.name(operator.id))
+    if signature is None or operator.target != FUSED:
+        return usual
+    whole = without_chunks(usual)
+    if signature.chunked is None or not signature.chunked.is_offered or form == "whole":
+        return whole
+    chunked = by_chunks(usual, signature, conversions)
+    return chunked if form == CHUNKS else together(whole, chunked)
+
+
+def _usual_table(
     operator: Operator, prepared: Prepared, conversions: Conversions, roles: Sequence[Role]
 ) -> OperatorTable:
-    """All strategies of ``operator`` that the axes' roles allow, priced."""
     signature = prepared.signatures.get(prepared.name(operator.id))
     offer = _offer(_choices(operator, signature, prepared, conversions, roles), conversions.mesh.shape)
     found, columns_in, columns_out, shares = offer.strategies, offer.inputs, offer.outputs, offer.shares
     outputs = [value for value in operator.outputs if value]
     moved = _local_bytes(operator, prepared, conversions, columns_in, columns_out)
-    ahead, back = _compute_seconds(operator, prepared, signature, conversions, moved, shares)
+    if signature is not None and signature.chunked is not None:
+        ahead, back = linear_loss_seconds(signature, found, conversions)
+    else:
+        ahead, back = _compute_seconds(operator, prepared, signature, conversions, moved, shares)
     if conversions.cost_model.operators is not None:
         columns = columns_in, columns_out
         ahead, back = measured_seconds(operator, prepared, signature, conversions, columns, (ahead, back))
@@ -107,6 +89,8 @@ def operator_table(
         values = zip((*operator.inputs[:3], outputs[0]), (*columns_in[:3], columns_out[0]), strict=True)
         local = [local_bytes(prepared, conversions, value, column) for value, column in values]
         beside = ring_bytes(operator, prepared.graph, signature, found, local)
+    if signature is not None and signature.kind == "attention" and differentiated:
+        beside = beside + block_bytes(operator, prepared.graph, signature, found, conversions.mesh.shape)
     return OperatorTable(
         found,
         columns_in,
@@ -310,7 +294,7 @@ def _context_letters(role: Role, operator: Operator, signature: Signature, prepa
     """Letters that a context axis splits: those of a contraction's result that its parameter lacks, those of attention, the
     rows of cross-entropy."""
     if "cross_entropy" in operator.target:
-        return set(letters_of(signature.inputs[1]))
+        return set(letters_of(signature.inputs[operator.inputs.index(class_loss(operator).labels)]))
     results = {letter for term in signature.outputs for letter in letters_of(term)}
     if signature.kind != "attention":
         return results - (_parameter_letters(operator, signature, prepared) or set())

@@ -1,9 +1,11 @@
 """A parameter on one mesh: in which layouts its readers may start from it, how it may rest, and what each costs.
 
 Storage is the use layout, sharded further on axes where the gradient is partial: replicated (data parallelism), or
-ZeRO-1, 2, 3 (Rajbhandari et al., SC'20, section 5). Gradients are summed over devices once a step, under ZeRO-2 and 3
-once a micro-batch, and ZeRO-3 gathers the parameter for every micro-batch. With one micro-batch a step ZeRO-2 sends what
-ZeRO-1 sends and keeps less, so ZeRO-1 is then offered only where it is forced.
+ZeRO-1, 2, 3 (Rajbhandari et al., SC'20, section 5), over all those axes or over some, replicated over the others (hybrid
+sharding: FSDP's HYBRID_SHARD; MiCS, Zhang et al., VLDB'22). Gradients are scattered over the axes of the shards once a step,
+under ZeRO-2 and 3 once a micro-batch, and what rests is summed over the other axes once a step; ZeRO-3 gathers the parameter
+for every micro-batch. With one micro-batch a step ZeRO-2 sends what ZeRO-1 sends and keeps less, so ZeRO-1 is then offered
+only where it is forced.
 
 Under a precision policy what rests is a *master*: the working copy is made of it in the type of the value, once a step or
 (ZeRO-3) at each gather, which sends the narrower type. Each micro-batch's gradient is brought to the master's type, in
@@ -23,11 +25,12 @@ from autopar.costing.conversions import Conversions, FloatArray
 from autopar.costing.operators import LayoutColumn, Role
 from autopar.graph import ITEM_BYTES, Value
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Layout, Shard
-from autopar.reshard import steps
-from cost_models import optimizer_state_bytes
+from autopar.reshard import CollectiveKind, is_one_gather, steps
+from cost_models import AxisCost, optimizer_state_bytes
 
 # Replicated gradients are reduced together in flat buffers of this size, as torch's DistributedDataParallel does
-# (its default bucket_cap_mb is 25), so a small parameter does not pay a collective's latency alone.
+# (its default bucket_cap_mb is 25), and so are shards under ZeRO-1 and 2: a small parameter does not pay a collective's
+# latency alone.
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -38,6 +41,7 @@ class ParameterChoice:
     use: Layout
     storage: Layout
     zero: int
+    offload: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +50,10 @@ class ParameterTable:
 
     ``seconds``: gathers, gradient reductions and the optimizer's own update in a step; ``once_seconds``: the part of them
     that does not grow with the number of micro-batches; ``optimizer_seconds``: the update's, and those of casts between
-    masters and working copies;
+    masters and working copies; ``offload_seconds``: of copies to the host and back;
     ``kept_bytes``: parameter, working copy, gradient and optimizer states; ``parts``: these four, (4, choices);
-    ``transient_bytes``: held for a moment around its use.
+    ``transient_bytes``: held for a moment around its use; ``host_bytes``: in the host's memory, and ``landed_bytes`` those of
+    gradients there where the host's memory is the device's: then they are among ``parts``.
     """
 
     choices: tuple[ParameterChoice, ...]
@@ -56,9 +61,12 @@ class ParameterTable:
     seconds: FloatArray
     once_seconds: FloatArray
     optimizer_seconds: FloatArray
+    offload_seconds: FloatArray
     kept_bytes: FloatArray
     parts: FloatArray
     transient_bytes: FloatArray
+    host_bytes: FloatArray
+    landed_bytes: FloatArray
 
 
 def parameter_table(
@@ -72,17 +80,21 @@ def parameter_table(
     kept_for_backward: bool = True,
     num_micro_batches: int = 1,
     master: str | None = None,
+    zero_size: int | None = None,
 ) -> ParameterTable:
     """All ways to keep the parameter ``value`` whose readers want the layouts ``wanted``.
 
     ``kept_for_backward``: some reader needs the parameter in its backward pass, for which ZeRO-3 gathers it again.
     ``master``: the dtype of the copy that rests, where it is kept apart from the working copy (``Precision``).
+    ``zero_size``: over how many devices a forced ``zero`` shards.
     """
     uses = dict.fromkeys(tuple(REPLICATED if state == PARTIAL else state for state in layout) for layout in wanted)
     uses.setdefault((REPLICATED,) * conversions.mesh.num_axes)
     choices = []
     for use in uses:
-        stored = list(_storages(value, use, conversions, roles, zero, num_micro_batches)) if trainable else []
+        stored = (
+            list(_storages(value, use, conversions, roles, zero, zero_size, num_micro_batches)) if trainable else []
+        )
         choices.extend(stored or [ParameterChoice(use, _resting(use), 0)])
     parts, transient = _bytes(value, choices, trainable, conversions, optimizer, master)
     each, once, optimizing = _seconds(
@@ -92,15 +104,19 @@ def parameter_table(
         cast_each, cast_once = _cast_seconds(value, choices, conversions, kept_for_backward, master)
         each, once = each + cast_each, once + cast_once
         optimizing = optimizing + num_micro_batches * cast_each + cast_once
+    nothing = np.zeros(len(choices))
     return ParameterTable(
         tuple(choices),
         LayoutColumn.of([choice.use for choice in choices]),
         num_micro_batches * each + once,
         once,
         optimizing,
+        nothing,
         parts.sum(axis=0),
         parts,
         transient,
+        nothing,
+        nothing,
     )
 
 
@@ -109,23 +125,40 @@ def _resting(use: Layout) -> Layout:
 
 
 def _storages(
-    value: Value, use: Layout, conversions: Conversions, roles: Sequence[Role], zero: int | None, num_micro_batches: int
+    value: Value,
+    use: Layout,
+    conversions: Conversions,
+    roles: Sequence[Role],
+    zero: int | None,
+    zero_size: int | None,
+    num_micro_batches: int,
 ) -> Sequence[ParameterChoice]:
-    """Replicated and ZeRO storage for one use layout. A forced level holds on every axis that could take it."""
+    """Replicated and ZeRO storage for one use layout. A forced level holds on every axis that could take it, or on as many
+    devices as share a parameter where ``zero_size`` says so."""
     axes = [a for a, state in enumerate(use) if state == SUMMED_GRADIENT and conversions.mesh.shape[a] > 1]
     axes = [a for a in axes if roles[a] != "tensor"]
     found = [ParameterChoice(use, _resting(use), 0)]
     offered = (2, 3) if num_micro_batches == 1 else (1, 2, 3)
     levels = offered if zero is None else (zero,) if zero else ()
     sharded: list[ParameterChoice] = []
-    for count in range(len(axes), 0, -1):
-        for some in itertools.combinations(axes, count):
+    for group in _sharing(axes, conversions.mesh.shape, zero_size):
+        for some in group:
             storage = _sharded(value, use, some, conversions)
             if storage is not None:
                 sharded.extend(ParameterChoice(use, storage, level) for level in levels)
         if zero and sharded:
             return sharded
     return found + sharded
+
+
+def _sharing(axes: Sequence[int], sizes: Sequence[int], most: int | None) -> list[list[tuple[int, ...]]]:
+    """The sets of axes that may share a parameter, in groups, the most wanted first: those of most axes; where so many
+    devices at the ``most`` are to share, the set of most devices, and of such the one whose devices are nearest."""
+    by_count = [list(itertools.combinations(axes, count)) for count in range(len(axes), 0, -1)]
+    if most is None:
+        return by_count
+    devices = {some: math.prod(sizes[axis] for axis in some) for sets in by_count for some in sets}
+    return [[some] for some in sorted(devices, key=lambda some: (devices[some], some), reverse=True) if devices[some] <= most]
 
 
 def _sharded(value: Value, use: Layout, axes: Sequence[int], conversions: Conversions) -> Layout | None:
@@ -197,15 +230,31 @@ def _seconds(
     if not trainable:
         return np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
     zero = _levels(choices)
+    optimizing = update_seconds(parts, value, conversions, master, optimizer)
+    gathering, scattering, summing = _storage_seconds(value, choices, conversions, master or value.dtype)
+    each = np.where(zero >= 2, scattering, 0.0) + np.where(zero == 3, gathering * (1 + kept_for_backward), 0.0)
+    once = optimizing + summing + np.where(zero < 2, scattering, 0.0) + np.where(zero < 3, gathering, 0.0)
+    return each, once, optimizing
+
+
+def update_seconds(
+    parts: FloatArray, value: Value, conversions: Conversions, master: str | None, optimizer: str
+) -> FloatArray:
+    """Seconds by choice of the optimizer's update on the device; ``parts`` as of :class:`ParameterTable`."""
     stored, _, _, states = parts
     moved = 2 * states + 3 * stored
-    optimizing = conversions.cost_model.optimizer_seconds(
+    return conversions.cost_model.optimizer_seconds(
         optimizer, stored, moved, master or value.dtype, **conversions.where
     )
-    gathering, reducing = _storage_seconds(value, choices, conversions, master or value.dtype)
-    each = np.where(zero >= 2, reducing, 0.0) + np.where(zero == 3, gathering * (1 + kept_for_backward), 0.0)
-    once = optimizing + np.where(zero < 2, reducing, 0.0) + np.where(zero < 3, gathering, 0.0)
-    return each, once, optimizing
+
+
+def narrowing_seconds(
+    value: Value, choices: Sequence[ParameterChoice], conversions: Conversions, master: str
+) -> FloatArray:
+    """Seconds by choice of one cast of what rests to the type of the working copy, on the device."""
+    _, stored = _elements(value, choices, conversions)
+    moved = stored * (ITEM_BYTES[master] + ITEM_BYTES[value.dtype])
+    return conversions.cost_model.compute_seconds(0.0, moved, master, "memory", **conversions.where)
 
 
 def _cast_seconds(
@@ -214,38 +263,44 @@ def _cast_seconds(
     """Seconds by choice of casts, for each micro-batch and once a step: of what rests to the type of the working copy, and
     of one micro-batch's gradient to the master's as it is added (reading both, writing the sum)."""
     zero = _levels(choices)
-    used, stored = _elements(value, choices, conversions)
-    item, wide = ITEM_BYTES[value.dtype], ITEM_BYTES[master]
-
-    def moving(num_bytes: FloatArray) -> FloatArray:
-        return conversions.cost_model.compute_seconds(0.0, num_bytes, master, "memory", **conversions.where)
-
-    narrowing = moving(stored * (wide + item))
-    each = moving(used * (item + 2 * wide)) + np.where(zero == 3, narrowing * (1 + kept_for_backward), 0.0)
+    used, _ = _elements(value, choices, conversions)
+    added = used * (ITEM_BYTES[value.dtype] + 2 * ITEM_BYTES[master])
+    narrowing = narrowing_seconds(value, choices, conversions, master)
+    adding = conversions.cost_model.compute_seconds(0.0, added, master, "memory", **conversions.where)
+    each = adding + np.where(zero == 3, narrowing * (1 + kept_for_backward), 0.0)
     return each, np.where(zero < 3, narrowing, 0.0)
 
 
 def _storage_seconds(
     value: Value, choices: Sequence[ParameterChoice], conversions: Conversions, rests: str
-) -> tuple[FloatArray, FloatArray]:
-    """Seconds by choice of one gather of the parameter from storage to use, and of one reduction of its gradient back,
-    which is sent in the type ``rests``."""
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds by choice of one gather of the parameter from storage to use, of one scattering of its gradient back, which is
+    sent in the type ``rests``, and of summing what then rests (a shard, where storage is hybrid) over the other axes."""
     sizes, item, wide = conversions.mesh.shape, ITEM_BYTES[value.dtype], ITEM_BYTES[rests]
-    sent: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
+    sent: dict[tuple[int, str, bool], tuple[list[int], list[int]]] = {}
     for place, choice in enumerate(choices):
         current = choice.storage
-        for step in steps(choice.storage, choice.use):
+        way = steps(choice.storage, choice.use)
+        shared = choice.zero != 3 and is_one_gather(way)
+        for step in way:
             if step.name in ("copy_to", "all_gather") and sizes[step.axis] > 1:
-                places, amounts = sent.setdefault((step.axis, step.name), ([], []))
+                places, amounts = sent.setdefault((step.axis, step.name, shared or step.name == "copy_to"), ([], []))
                 places.append(place)
                 amounts.append(conversions.local_elements(value.shape, current))
             current = (*current[: step.axis], step.target, *current[step.axis + 1 :])
-    gathering, reducing = np.zeros((2, len(choices)))
-    for (axis, name), (places, amounts) in sent.items():
+    gathering, scattering, summing = np.zeros((3, len(choices)))
+    for (axis, name, in_bucket), (places, amounts) in sent.items():
         cost, elements = conversions.axes[axis], np.array(amounts, dtype=np.float64)
         if name == "copy_to":
-            reducing[places] += cost.seconds("all_reduce", BUCKET_BYTES) * elements * wide / BUCKET_BYTES
+            summing[places] += _sending(cost, "all_reduce", elements * wide, in_bucket)
         else:
-            gathering[places] += cost.seconds("all_gather", elements * item * sizes[axis])
-            reducing[places] += cost.seconds("reduce_scatter", elements * wide * sizes[axis])
-    return gathering, reducing
+            gathering[places] += _sending(cost, "all_gather", elements * item * sizes[axis], in_bucket)
+            scattering[places] += _sending(cost, "reduce_scatter", elements * wide * sizes[axis], in_bucket)
+    return gathering, scattering, summing
+
+
+def _sending(cost: AxisCost, kind: CollectiveKind, num_bytes: FloatArray, in_bucket: bool) -> FloatArray:
+    """Seconds of a collective of its own, or of its part of one of many parameters."""
+    if in_bucket:
+        return np.asarray(cost.seconds(kind, BUCKET_BYTES) * num_bytes / BUCKET_BYTES)
+    return cost.seconds(kind, num_bytes)

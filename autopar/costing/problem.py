@@ -3,7 +3,8 @@
 One node per operator (its strategies), per input (the layout in which it is handed out), per parameter (use and storage)
 and per sharing group (the layout its readers want); edges price conversions. Arrays are made once per repeated block and
 referenced by every occurrence, so the work does not grow with depth. There is one row of memory, the bytes kept
-throughout a step; what is held for a moment is added by the planner.
+throughout a step, and where parameters may rest on the host a second one, the bytes there, with its budget; what is held for
+a moment is added by the planner.
 
 Seconds are of a whole step: prices of one micro-batch times their number, and what is done once. A block that computes
 again in backward (``recompute.py``) pays its forward pass twice and keeps only what enters its recomputed parts, for each
@@ -13,13 +14,14 @@ micro-batch in flight; one such block of a stage, the one whose turn it is, hold
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from autopar.costing.conversions import Conversions, FloatArray
 from autopar.costing.kept import KeptBytes
+from autopar.costing.offload import with_host
 from autopar.costing.operators import LayoutColumn, OperatorTable, Role, operator_table
 from autopar.costing.parameters import ParameterTable, parameter_table
 from autopar.costing.prepare import Prepared
@@ -57,6 +59,7 @@ class Costed:
     edges_forward: tuple[FloatArray | None, ...] = ()  # seconds of the forward pass of one micro-batch, for each edge
     edges_made: tuple[FloatArray | None, ...] = ()  # bytes of the tensor that its conversion makes
     edges_reader: tuple[Reader | str, ...] = ()  # for whom: one reader, or a sharing group's key
+    arrays: dict[Hashable, object] = field(default_factory=dict)  # by canonical key, for the same graph in other settings
 
     def operator_table(self, operator: str) -> OperatorTable:
         return self.operator_tables[self.prepared.name(operator)]
@@ -87,6 +90,13 @@ class _Builder:
     inputs: dict[str, LayoutColumn] = field(default_factory=dict)
     parameters: dict[str, ParameterTable] = field(default_factory=dict)
     shared: dict[str, LayoutColumn] = field(default_factory=dict)
+    host_bytes: float | None = None  # what a device has of its host's memory, where something may rest there
+
+    def row(self, num_bytes: FloatArray, on_host: FloatArray | None = None) -> FloatArray:
+        """Bytes by choice, or by pair of choices, as the rows of memory of the problem."""
+        rows = [num_bytes] if self.host_bytes is None else [num_bytes, np.zeros_like(num_bytes) if on_host is None else on_host]
+        found: FloatArray = np.array(rows, dtype=np.float64)
+        return found
 
     def once(self, key: Hashable, make: Callable[..., Item], *arguments: object) -> Item:
         """``make(*arguments)`` the first time, the same object ever after."""
@@ -111,14 +121,20 @@ def build(
 ) -> Costed:
     """Price every choice of every operator and parameter of a model on ``mesh``. The memory budget is left open.
 
-    ``like``: the same graph priced on the same mesh in another setting, whose tables are used again.
+    ``like``: the same graph priced on the same mesh in another setting, whose tables are used again, and its arrays too where
+    the settings differ in what is recomputed alone.
     """
     conversions = like.conversions if like else Conversions(mesh, cost_model, setting.first_rank)
     builder = _Builder(prepared, conversions, tuple(roles), options, setting, KeptBytes(prepared, setting))
+    if options.offload != "none":
+        builder.host_bytes = conversions.cost_model.host_share(**conversions.where).memory_bytes
     if like is not None:
         builder.tables.update(like.operator_tables)
         if like.setting.num_micro_batches == setting.num_micro_batches:
             builder.parameters.update(like.parameter_tables)
+        if replace(like.setting, recompute=setting.recompute) == setting:
+            builder.kept = like.arrays
+            builder.shared.update(like.shared_columns)
     _add_operators(builder)
     _add_sources(builder)
     _add_shared(builder)
@@ -129,14 +145,14 @@ def build(
         tuple(builder.costs),
         tuple(builder.memory),
         tuple(builder.edges),
-        np.array([np.inf]),
+        np.array([np.inf] if builder.host_bytes is None else [np.inf, builder.host_bytes]),
         _repeats(builder),
         tuple(builder.nodes),
     )
     return Costed(
         mesh, tuple(roles), prepared, builder.conversions, setting, problem, builder.nodes,
         builder.tables, builder.inputs, builder.parameters, builder.shared, tuple(builder.forward),
-        tuple(builder.made), tuple(builder.readers),
+        tuple(builder.made), tuple(builder.readers), builder.kept,
     )  # fmt: skip
 
 
@@ -146,21 +162,16 @@ def _add_operators(builder: _Builder) -> None:
         name = prepared.name(operator.id)
         if name not in builder.tables:
             builder.tables[name] = operator_table(
-                prepared.graph.operator_of[name], prepared, builder.conversions, builder.roles
-            )
+                prepared.graph.operator_of[name], prepared, builder.conversions, builder.roles,
+                builder.options.parallelism.logits,
+            )  # fmt: skip
         table = builder.tables[name]
         role = builder.kept_by.role(operator.id)
         sends = tuple(value for value in operator.outputs if value in builder.setting.boundary)
         key = ("cost", name, role.again, sends)
         costs = builder.once(key, _operator_seconds, builder, operator if sends else None, name, table, role.again)
         memory = builder.once(("memory", name, role), builder.kept_by.operator_bytes, operator, role, table)
-        builder.node(operator.id, costs, builder.once(("row", name, role), _row, memory))
-
-
-def _row(num_bytes: FloatArray) -> FloatArray:
-    """Bytes by choice as the one row of memory that a problem has."""
-    row: FloatArray = np.array([num_bytes], dtype=np.float64)
-    return row
+        builder.node(operator.id, costs, builder.once(("row", name, role), builder.row, memory))
 
 
 def _operator_seconds(
@@ -222,7 +233,7 @@ def _add_sources(builder: _Builder) -> None:
         builder.inputs[value] = column
         described = graph.values[value]
         num_bytes = builder.conversions.local_elements(described.shape, column.distinct[0]) * ITEM_BYTES[described.dtype]
-        builder.node(value, np.zeros(1), _row(np.array([float(num_bytes)]) * builder.setting.in_flight))
+        builder.node(value, np.zeros(1), builder.row(np.array([float(num_bytes)]) * builder.setting.in_flight))
     for parameter in graph.parameters:
         name = prepared.name(parameter.value)
         if name not in builder.parameters:
@@ -237,9 +248,20 @@ def _add_sources(builder: _Builder) -> None:
                 name in prepared.saved,
                 builder.setting.num_micro_batches,
                 graph.parameter_of[name].master,
+                builder.options.parallelism.zero_size,
             )
+            if builder.host_bytes is not None and parameter.trainable and name in prepared.gradient:
+                builder.parameters[name] = with_host(
+                    builder.parameters[name],
+                    graph.values[name],
+                    builder.conversions,
+                    builder.options.optimizer,
+                    graph.parameter_of[name].master,
+                    builder.options.offload == "auto",
+                )
         table = builder.parameters[name]
-        builder.node(parameter.value, table.seconds, builder.once(("kept", name), _row, table.kept_bytes))
+        row = builder.once(("kept", name), builder.row, table.kept_bytes, table.host_bytes)
+        builder.node(parameter.value, table.seconds, row)
 
 
 def _add_shared(builder: _Builder) -> None:
@@ -337,7 +359,7 @@ def _connect(
         prices = builder.conversions.prices(described, source.distinct, column.distinct, flows)
         spread = np.ix_(source.which, column.which)
         held = role.bytes_of(saves, prices)
-        memory = np.ascontiguousarray(held[spread])[None] if held is not None and held.any() else None
+        memory = builder.row(held[spread]) if held is not None and held.any() else None
         seconds = prices.seconds + prices.forward_seconds if role.again else prices.seconds
         costs = np.ascontiguousarray(seconds[spread]) * builder.setting.num_micro_batches
         if described.kind == "parameter" and flows:

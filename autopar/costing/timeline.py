@@ -239,7 +239,18 @@ class _Timeline:
             self.alive(self.again(run), self.back(place), extra)
         size = sum(self.size_of[value] for value in operator.outputs if value)
         beside = extra if "cross_entropy" in operator.target else TEMPORARIES.get(operator.target, 0.0) * size
-        self.alive(self.back(place), self.back(place), beside + float(table.beside_bytes[choice]))
+        beside += float(table.beside_bytes[choice]) + self._in_order(operator)
+        self.alive(self.back(place), self.back(place), beside)
+
+    def _in_order(self, operator: Operator) -> float:
+        """The fused kernel of attention wants its result's gradient with heads beside one another, as models lay them; where a
+        conversion has made it, it is copied (FlashAttentionKernel.cpp)."""
+        signature = self.prepared.signatures.get(self.prepared.name(operator.id))
+        if signature is None or signature.kind != "attention" or not signature.saved_outputs:
+            return 0.0
+        value = operator.outputs[0]
+        converted = any(self.converts(*reader) for reader in self.graph.readers_of.get(value, ()))
+        return self.size_of[value] if converted else 0.0
 
     def _conversions(self) -> None:
         members: dict[Reader | str, list[Reader]] = {}
@@ -336,6 +347,11 @@ class _Timeline:
             choice, value = table.choices[at], self.graph.values[parameter.value]
             elements = self.costed.conversions.local_elements(value.shape, choice.use)
             used, whole = (float(elements * ITEM_BYTES[dtype]) for dtype in (value.dtype, parameter.master or value.dtype))
+            landed = float(table.landed_bytes[at])  # on the host that is the device itself, until the optimizer's step
+            gradient -= landed
+            self.alive(self.reduction, self.optimizer, landed)
+            if table.choices[at].offload:  # by then it has gone to the host
+                self.alive(self.optimizer, self.optimizer, -gradient)
             self.throughout += stored + copy + states
             self._whole(parameter.value, choice, used)
             if gradient:

@@ -1,4 +1,4 @@
-"""Collectives measured over sizes, for all groups that run them at the same time, and beside compute.
+"""Collectives measured over sizes, after compute, for all groups that run them at the same time, and beside compute.
 
 Enters: a :class:`GroupNeed`, on every rank. Leaves: points of a curve for each kind, the slowest rank's. The calls are the
 runtime's steps, with the copies that they make, and bytes are counted as its ledger counts them. A collective that does not
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.profiler.needs import GroupNeed
-from autopar.profiler.timing import MEMORY_SHARE, Stopwatch, free_bytes, undisturbed
+from autopar.profiler.timing import MEMORY_SHARE, Stopwatch, free_bytes, summary, undisturbed
 from autopar.runtime import collectives
 from autopar.runtime.mesh import Axis, Mesh
 from autopar.runtime.steps import PAIRS, Move
@@ -28,6 +28,7 @@ FEW_ROUNDS = 4  # of what takes long
 POINT_SECONDS = 0.4  # that one size may take, if it is not for fewer rounds than these
 NOISY_SPREAD = 0.1  # of which there are more rounds, as long as there is time
 ROW = 64  # elements for each rank in a row of what is exchanged
+COMPUTED_BYTES = 2**23  # that are read and written between two collectives, unless a model is known
 SHARED_BYTES = 2**20
 OVERLAP_BYTES = 4 * 2**20
 OVERLAP_SIDE = 256  # of the square matrices that are multiplied beside a collective
@@ -37,7 +38,9 @@ OVERLAP_SHARE = 0.7  # of the collective's own time that the multiplies take alo
 class Group:
     """This rank's group among those of a need, as an axis that the runtime can send over. All ranks make it together."""
 
-    def __init__(self, need: GroupNeed, device: torch.device, timeout_seconds: float) -> None:
+    def __init__(
+        self, need: GroupNeed, device: torch.device, timeout_seconds: float, computed_bytes: int = COMPUTED_BYTES
+    ) -> None:
         self.need, self.device, self.timeout_seconds = need, device, timeout_seconds
         self.ranks: tuple[int, ...] = ()
         self.group: dist.ProcessGroup | None = None
@@ -52,6 +55,8 @@ class Group:
         if len(need.groups) > 1:
             members = sorted(rank for ranks in need.groups for rank in ranks)
             self.everyone = dist.new_group(members, timeout=limit)
+        # GPUs find a collective in a queue; on CPUs threads that sleep are woken for it, and caches hold what was computed.
+        self._computed = torch.zeros(computed_bytes // 4 if device.type == "cpu" else 0, device=device)
         self.axis = Axis(Mesh(), "measured", 0, len(need.groups[0]))
         if self.group is not None:
             self.axis._group_name = self.group.group_name
@@ -60,6 +65,10 @@ class Group:
     @property
     def takes_part(self) -> bool:
         return self.group is not None
+
+    def compute(self) -> None:
+        """What a program does between two collectives, as far as it matters to the next one."""
+        self._computed.add_(1.0)
 
     def turns_together(self, num_bytes: int) -> bool:
         """Whether messages of several groups wait for each other before they go back: those that share a link long enough to
@@ -118,10 +127,14 @@ def measure_collective(group: Group, kind: str, num_bytes: int, num_sharing: int
         group.finish()
         once = group.largest(_timed(group, send))
         rounds = max(FEW_ROUNDS, min(ROUNDS, int(POINT_SECONDS / max(once, 1e-6))))
-        took = [_timed(group, send) for _ in range(rounds)]
-        while group.largest(undisturbed(took).spread) > NOISY_SPREAD and group.largest(sum(took)) < POINT_SECONDS:
-            took += [_timed(group, send) for _ in range(rounds)]
-        found = undisturbed(took)
+        start = time.monotonic()
+        took = [_timed(group, send, group.compute) for _ in range(rounds)]
+        while (
+            group.largest(summary(took).spread) > NOISY_SPREAD
+            and group.largest(time.monotonic() - start) < POINT_SECONDS
+        ):
+            took += [_timed(group, send, group.compute) for _ in range(rounds)]
+        found = summary(took)
         seconds = group.largest(found.seconds)
         if kind == "send_recv":  # there and back
             seconds = max(seconds - _pause(group, num_bytes), seconds / 4) / 2
@@ -135,9 +148,10 @@ def _pause(group: Group, num_bytes: int) -> float:
     return group.largest(undisturbed([_timed(group, lambda: group.largest(0.0)) for _ in range(ROUNDS)]).seconds)
 
 
-def _timed(group: Group, send: Callable[[], object]) -> float:
-    """Seconds of one collective that all groups begin together."""
+def _timed(group: Group, send: Callable[[], object], compute: Callable[[], object] = lambda: None) -> float:
+    """Seconds of one collective that all groups begin together, or after the same compute."""
     group.largest(0.0)
+    compute()
     watch = Stopwatch(group.device, wall=True)
     watch.lap()
     send()

@@ -20,6 +20,7 @@ from autopar.costing import Prepared, prepare
 from autopar.costing.conversions import Conversions
 from autopar.costing.measured import Shape, kind_of_call, local_calls
 from autopar.costing.operators import operator_table
+from autopar.costing.parameters import BUCKET_BYTES
 from autopar.forcing import free_roles
 from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.mesh import Mesh, factorizations
@@ -37,6 +38,7 @@ ON_AXES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 BETWEEN_STAGES = ("send_recv",)
 SMALLEST_BYTES = 1024
 LARGEST_BYTES = 64 * 2**20  # beyond it time is in proportion to bytes; two and a half gradient buckets
+MOST_COMPUTED_BYTES = 64 * 2**20  # more than the last-level cache of most processors' core complexes
 GROWTH = 4  # of a size to the next
 MOST_MICRO_BATCH_SIZES = 6  # the largest ones; between those that are measured, prices are interpolated
 
@@ -86,7 +88,8 @@ class WholeNeed:
 @dataclass(frozen=True)
 class Needs:
     """All that is to be measured. ``key`` tells it from what other models, clusters and options need. ``sizes``: bytes of
-    collectives and copies; ``parameter_sizes``: bytes of parameters."""
+    collectives and copies; ``parameter_sizes``: bytes of parameters; ``computed_bytes``: what goes through a device's caches
+    between two collectives."""
 
     key: str
     wholes: tuple[WholeNeed, ...]
@@ -94,6 +97,7 @@ class Needs:
     groups: tuple[GroupNeed, ...]
     sizes: tuple[int, ...]
     parameter_sizes: tuple[int, ...]
+    computed_bytes: int
     optimizer: str
     dtype: str
 
@@ -115,8 +119,9 @@ def needs_of(graph: OpGraph, cluster: Cluster, options: PlanOptions) -> Needs:
         wholes,
         tuple(operators),
         groups,
-        sizes_up_to(largest),
+        sizes_up_to(max(largest, min(sum(parameters), BUCKET_BYTES))),
         sizes_up_to(max(parameters, default=SMALLEST_BYTES)),
+        min(sum(value.num_bytes for value in graph.values.values()) // cluster.num_devices, MOST_COMPUTED_BYTES),
         options.optimizer,
         kinds.most_common(1)[0][0] if kinds else "float32",
     )

@@ -71,14 +71,13 @@ def profile(
             raise InputError("cluster= is left out and torchrun did not start this process: give Cluster.local(...)")
         cluster = gathered_cluster(Ranks().gather, is_cpu(device))
     policy = PRECISIONS[chosen.precision]
-    graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy).graph
+    graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy, outputs=chosen.outputs).graph
     work = Work(
         machine_of(cluster),
         needs_of(graph, cluster, chosen),
         None if path is None else str(Path(path).resolve()),
         budget_seconds,
         timeout_seconds,
-        owns_process=rank is None,
     )
     if rank is not None:
         _check_size(cluster, rank.world_size)

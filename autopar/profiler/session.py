@@ -21,7 +21,7 @@ from autopar.profiler.collectives import Group, measure_collective, measure_over
 from autopar.profiler.memory import measure_copy, measure_optimizer
 from autopar.profiler.needs import GroupNeed, Needs, OperatorNeed
 from autopar.profiler.operators import measure_operator
-from autopar.profiler.timing import keep_freed_memory, measuring_seconds
+from autopar.profiler.timing import measuring_seconds
 from autopar.profiler.whole import WHOLE_ROUNDS, measure_whole
 from autopar.ranks import Ranks
 from autopar.runtime.mesh import Mesh
@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 Progress = Callable[[str], None]
 
 SAVE_SECONDS = 2.0  # between writings of the file
+WHOLE_SECONDS = 0.5  # for a share of the batch, if that is more rounds: a small model takes its first ones in cold caches
 WHOLE_SHARE = 0.25  # of the budget, that the whole model may take
 GROUPS_SHARE = 0.6  # of the budget, when no more collectives are begun
 
@@ -46,7 +47,6 @@ class Work:
     path: str | None
     budget_seconds: float
     timeout_seconds: float
-    owns_process: bool
 
 
 class Session:
@@ -89,8 +89,7 @@ class Session:
     # -- the whole model -------------------------------------------------------------------------------------------
 
     def _wholes(self) -> None:
-        """The whole model, before anything else has changed how this process keeps its memory; small shares of the batch first,
-        as long as they take no more than their part of the budget."""
+        """The whole model, small shares of the batch first, as long as they take no more than their part of the budget."""
         for need in self.work.needs.wholes:
             rounds = self._rounds(WHOLE_SHARE * self.work.budget_seconds - self._agreed_seconds, need.estimated_seconds)
             if need.key in self.profile.contexts or not rounds:
@@ -102,14 +101,13 @@ class Session:
                 took = tuple(float(np.mean(seconds)) for seconds in zip(*found, strict=True))
                 self._whole_seconds[need.key] = took
                 self._note_pace(need.estimated_seconds, sum(took))
-        if self.work.owns_process:
-            keep_freed_memory()
 
     def _rounds(self, left_seconds: float, estimated_seconds: float) -> int:
         """How many rounds of the whole model there is time for; 0 where there is not even for one that counts. The first one
         warms up."""
-        rounds = int(left_seconds / max(self._pace * estimated_seconds, 1e-6)) - 1
-        return 0 if rounds < 1 else min(rounds, WHOLE_ROUNDS)
+        seconds = max(self._pace * estimated_seconds, 1e-6)
+        rounds = int(left_seconds / seconds) - 1
+        return 0 if rounds < 1 else min(rounds, max(WHOLE_ROUNDS, int(WHOLE_SECONDS / seconds)))
 
     def _contexts(self) -> None:
         """What the whole model took, over the sum of its operators, where all that count were measured."""
@@ -165,7 +163,7 @@ class Session:
         if not any(missing.values()) and not overlaps:
             return
         self.say(f"measuring collectives between {need}")
-        group = Group(need, self.device, self.work.timeout_seconds)
+        group = Group(need, self.device, self.work.timeout_seconds, self.work.needs.computed_bytes)
         for kind, sizes in missing.items():
             for size in sizes:
                 if self._agreed_seconds > GROUPS_SHARE * self.work.budget_seconds and size > self.work.needs.sizes[0]:

@@ -6,7 +6,6 @@ work on the machine does not lengthen; with more threads it is wall-clock time. 
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-# mallopt(3): the parameters' numbers in malloc.h, and the highest threshold that glibc itself would come to.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-LARGEST_MMAP_THRESHOLD = 2**25
-KEPT_BYTES = 2**29
 
 # Of an operator: rounds, of which each has as many calls as fill its time.
 ROUNDS = 5
@@ -89,15 +83,6 @@ class Stopwatch:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [first.elapsed_time(second) / 1e3 for first, second in pairs]
         return [second - first for first, second in zip(self._marks, self._marks[1:], strict=False)]
-
-
-def keep_freed_memory() -> None:
-    """Have this process use freed memory again instead of giving it back to the system after every measurement (glibc), so
-    that like operators take alike. Only for a process that does nothing but measure: it stays so to its end."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
-        mallopt(TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -29,10 +29,12 @@ def basis_json(
     breakdown: Mapping[str, float],
     optimizer: str,
     dtype: str,
+    offloads: bool = False,
 ) -> dict[str, Any]:
     """Shares and expected errors of each kind of seconds, and of the step.
 
     ``breakdown``: the predicted step by kind; waiting for other stages is as certain as what all the rest is made of.
+    ``offloads``: some parameters are updated on the host.
     """
     compute = _sums((entry["provenance"], _times(entry) * entry["compute_seconds"]) for entry in operators)
     sent = [(entry["phase"], (entry["provenance"], len(entry["stages"]) * entry["seconds"])) for entry in collectives]
@@ -45,8 +47,11 @@ def basis_json(
         "resharding_seconds": activations,
         "parameter_communication_seconds": parameters,
         "optimizer_seconds": {model.optimizer_provenance(optimizer, dtype): 1.0},
+        "offload_seconds": {"estimated": 1.0},
     }
     device = model.devices()[0]
+    if offloads and device.kind != "cpu":  # what a profile has was measured on the device
+        kinds["optimizer_seconds"] = {"estimated": 1.0}
     described = {kind: _described(parts, device) for kind, parts in kinds.items() if breakdown[kind]}
     step: Parts = {}
     for kind, one in described.items():

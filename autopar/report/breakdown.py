@@ -5,7 +5,7 @@ that their sum is the cost that was minimised, of all micro-batches of a step:
 
     busy = compute + copies + communication of layout changes     operators, and edges between values and their readers
          + the same again where a block is recomputed
-         + communication of parameters + optimizer                parameters
+         + communication of parameters + optimizer + offload      parameters
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Seconds:
     ``compute``: operators, forward and backward. ``copies``: what layout changes copy on a device, without traffic.
     ``resharding``: collectives that change layouts, those inside operators and of the loss included (tensor-parallel
     traffic). ``recomputation``: forward passes done again in backward, with their layout changes. ``parameters``:
-    gradient reduction and ZeRO gathers. ``optimizer``: the update.
+    gradient reduction and ZeRO gathers. ``optimizer``: the update. ``offload``: copies of gradients to the host and of updated
+    parameters back.
     """
 
     compute: float = 0.0
@@ -39,6 +40,7 @@ class Seconds:
     recomputation: float = 0.0
     parameters: float = 0.0
     optimizer: float = 0.0
+    offload: float = 0.0
 
     @property
     def total(self) -> float:
@@ -53,12 +55,14 @@ class Seconds:
             "recomputation_seconds": self.recomputation,
             "parameter_communication_seconds": self.parameters,
             "optimizer_seconds": self.optimizer,
+            "offload_seconds": self.offload,
         }
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on a device by kind; ``momentary`` are held only for a part of the step."""
+    """Bytes on a device by kind; ``momentary`` are held only for a part of the step. ``on_host``: for this device in the host's
+    memory, no part of the total."""
 
     parameters: float = 0.0
     working_copies: float = 0.0
@@ -66,12 +70,13 @@ class Bytes:
     optimizer_states: float = 0.0
     saved_activations: float = 0.0
     momentary: float = 0.0
+    on_host: float = 0.0
 
     @property
     def total(self) -> float:
-        return math.fsum(vars(self).values())
+        return math.fsum(size for kind, size in vars(self).items() if kind != "on_host")
 
-    def to_json(self, available_bytes: float) -> dict[str, float]:
+    def to_json(self, available_bytes: float, host_available_bytes: float) -> dict[str, float]:
         """By kind, as the report names them."""
         return {
             "parameter_bytes": self.parameters,
@@ -82,6 +87,8 @@ class Bytes:
             "momentary_bytes": self.momentary,
             "total_bytes": self.total,
             "available_bytes": available_bytes,
+            "host_bytes": self.on_host,
+            "host_available_bytes": host_available_bytes,
         }
 
 
@@ -114,11 +121,12 @@ def seconds_of(view: View) -> Seconds:
         inside += [view.seconds(operator.id), -compute[-1]]
         if view.names[operator.id] in view.keeping.run_of:
             again.append(count * (float(table.forward_seconds[choice]) + _fixed_seconds(view, operator)))
-    parameters, optimizer = [], []
+    parameters, optimizer, offload = [], [], []
     for parameter in view.graph.parameters:
         table_ = view.parameter_table(parameter.value)
         optimizer.append(float(table_.optimizer_seconds[view.choice(parameter.value)]))
-        parameters += [view.seconds(parameter.value), -optimizer[-1]]
+        offload.append(float(table_.offload_seconds[view.choice(parameter.value)]))
+        parameters += [view.seconds(parameter.value), -optimizer[-1], -offload[-1]]
     again += _edges_again(view)
     copied = count * math.fsum(copy_seconds(view))
     return Seconds(
@@ -128,6 +136,7 @@ def seconds_of(view: View) -> Seconds:
         recomputation=math.fsum(again),
         parameters=math.fsum(parameters),
         optimizer=math.fsum(optimizer),
+        offload=math.fsum(offload),
     )
 
 
@@ -193,4 +202,5 @@ def bytes_of(view: View) -> Bytes:
         parts = view.parameter_table(parameter.value).parts[:, view.choice(parameter.value)]
         kinds = [total + float(part) for total, part in zip(kinds, parts, strict=True)]
     saved = max(0.0, view.candidate.assignment.memory_bytes[0] - math.fsum(kinds))
-    return Bytes(kinds[0], kinds[1], kinds[2], kinds[3], saved, view.candidate.moment_bytes)
+    candidate = view.candidate
+    return Bytes(kinds[0], kinds[1], kinds[2], kinds[3], saved, candidate.moment_bytes, candidate.host_bytes)

@@ -2,8 +2,9 @@
 
 Enters: the plan's ledger (what the program will issue, counted from its conversions). Leaves: JSON objects, one for alike
 collectives of like blocks and stages; ``count`` and ``seconds`` are of each stage that is named. Prices are the
-cost model's for one collective of that size, times the count, except the gradients of replicated parameters: the program
-sends them in buckets, and they are priced by the bytes of full buckets, as in the search.
+cost model's for one collective of that size, times the count, except where the program sends those of many parameters in
+buckets (gradients of replicated parameters, shards under ZeRO-1 and 2): they are priced by the bytes of full buckets, as in
+the search.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ class _Priced:
     def seconds(self, entry: Entry) -> float:
         """Seconds of all collectives of one entry."""
         cost = self.cost(entry)
-        if entry.axis != STAGES and entry.phase == "gradient" and entry.kind == "all_reduce":
-            buckets = entry.count * entry.num_bytes / BUCKET_BYTES
-            return buckets * float(cost.seconds("all_reduce", float(BUCKET_BYTES)))
-        return entry.count * float(cost.seconds(entry.kind, float(entry.num_bytes)))  # type: ignore[arg-type]
+        times, num_bytes = float(entry.count), float(entry.num_bytes)
+        if entry.in_bucket:
+            times, num_bytes = times * num_bytes / BUCKET_BYTES, float(BUCKET_BYTES)
+        return times * float(cost.seconds(entry.kind, num_bytes))  # type: ignore[arg-type]
 
     def cost(self, entry: Entry) -> AxisCost:
         """What prices an entry."""

@@ -47,8 +47,9 @@ def details(
         collectives_json(plan, graph, shown, cluster, canonical),
     )
     model = shown[0].costed.conversions.cost_model
+    offloads = any(kept.offload for stage in plan.stages for kept in stage.parameters.values())
     basis = basis_json(
-        model, operators, collectives["entries"], predicted["breakdown"], options.optimizer, main_dtype(graph)
+        model, operators, collectives["entries"], predicted["breakdown"], options.optimizer, main_dtype(graph), offloads
     )
     predicted = {**predicted, "provenance": basis["step_seconds"]["provenance"], "basis": basis}
     return {

@@ -16,7 +16,7 @@ from autopar.costing.measured import provenance_of_call
 from autopar.graph import Operator, OpGraph
 from autopar.layout import PARTIAL, Layout, Shard, layout_text
 from autopar.report.views import View
-from autopar.strategies.choices import AxisChoice, Strategy
+from autopar.strategies.choices import CHUNKS, AxisChoice, Strategy
 from autopar.strategies.rule import Signature, letters_of
 
 Entry = dict[str, Any]
@@ -67,7 +67,7 @@ def _operator(view: View, name: str) -> Entry:
     return {
         "target": operator.target,
         "kind": signature.kind if signature else "fallback",
-        "strategy": plan.label,
+        "strategy": f"{plan.label}, by chunks of rows" if plan.form == CHUNKS else plan.label,
         "splits": axis_words(table.strategies[choice], signature, view.mesh.names),
         "inputs": layouts_json(plan.inputs),
         "outputs": layouts_json(plan.outputs),
@@ -144,7 +144,7 @@ def _parameter(view: View, value: str) -> Entry:
     choice = view.choice(value)
     table, plan, described = view.parameter_table(value), view.resolved.parameter(value), view.graph.values[value]
     kinds = ("parameter_bytes", "working_copy_bytes", "gradient_bytes", "optimizer_state_bytes")
-    optimizer = float(table.optimizer_seconds[choice])
+    optimizer, offload = float(table.optimizer_seconds[choice]), float(table.offload_seconds[choice])
     return {
         "shape": list(described.shape),
         "dtype": described.dtype,
@@ -153,8 +153,11 @@ def _parameter(view: View, value: str) -> Entry:
         "zero": plan.zero,
         **{kind: float(table.parts[row, choice]) for row, kind in enumerate(kinds)},
         "momentary_bytes": float(table.transient_bytes[choice]),
-        "communication_seconds": float(table.seconds[choice]) - optimizer,
+        "offload": plan.offload,
+        "host_bytes": float(table.host_bytes[choice]),
+        "communication_seconds": float(table.seconds[choice]) - optimizer - offload,
         "optimizer_seconds": optimizer,
+        "offload_seconds": offload,
     }
 
 

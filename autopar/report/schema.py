@@ -109,6 +109,7 @@ KINDS_OF_SECONDS = {
     "recomputation_seconds": AMOUNT,
     "parameter_communication_seconds": NUMBER,
     "optimizer_seconds": AMOUNT,
+    "offload_seconds": AMOUNT,
 }
 KINDS_OF_BYTES = {
     "parameter_bytes": AMOUNT,
@@ -119,6 +120,8 @@ KINDS_OF_BYTES = {
     "momentary_bytes": AMOUNT,
     "total_bytes": AMOUNT,
     "available_bytes": AMOUNT,
+    "host_bytes": AMOUNT,
+    "host_available_bytes": AMOUNT,
 }
 STAGE = _object(
     index=COUNT,
@@ -185,8 +188,11 @@ PARAMETER = _object(
     gradient_bytes=AMOUNT,
     optimizer_state_bytes=AMOUNT,
     momentary_bytes=AMOUNT,
+    offload=FLAG,
+    host_bytes=AMOUNT,
     communication_seconds=NUMBER,
     optimizer_seconds=AMOUNT,
+    offload_seconds=AMOUNT,
     occurrences=POSITIVE,
     stages=STAGE_NUMBERS,
 )

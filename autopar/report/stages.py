@@ -33,7 +33,7 @@ def stages_json(views: Sequence[View], graph: OpGraph, hops: Hops) -> list[dict[
             "blocks": _blocks(view, graph),
             "in_flight": view.costed.setting.in_flight,
             "seconds": _seconds(view, seconds_of(view), hops),
-            "memory": bytes_of(view).to_json(view.candidate.available_bytes),
+            "memory": bytes_of(view).to_json(view.candidate.available_bytes, view.candidate.host_available_bytes),
         }
         for view in views
     ]
@@ -102,12 +102,13 @@ def predicted_json(
     idle = step_seconds - math.fsum(mean.values())
     memory = {rank: added((bytes_of(view) for view in views if view.rank == rank), Bytes) for rank in ranks}
     available = {rank: math.fsum(v.candidate.available_bytes for v in views if v.rank == rank) for rank in ranks}
+    host = {rank: max(v.candidate.host_available_bytes for v in views if v.rank == rank) for rank in ranks}
     fullest = max(ranks, key=lambda rank: memory[rank].total / available[rank])
     return {
         "step_seconds": step_seconds,
         "samples_per_second": batch_size / step_seconds if step_seconds > 0 else None,
         "breakdown": {**mean, "idle_seconds": idle if idle > 1e-9 * step_seconds else 0.0},
         "bubble_fraction": max(0.0, simulation.bubble_fraction) if len(ranks) > 1 else 0.0,
-        "memory": {**memory[fullest].to_json(available[fullest]), "pipeline_rank": fullest},
+        "memory": {**memory[fullest].to_json(available[fullest], host[fullest]), "pipeline_rank": fullest},
         "mfu": dict(work),
     }

@@ -22,6 +22,7 @@ _SECONDS = {
     "recomputation_seconds": "recomputation",
     "parameter_communication_seconds": "communication of parameters and gradients",
     "optimizer_seconds": "optimizer",
+    "offload_seconds": "copies to the host and back",
     "idle_seconds": "waiting for other stages",
 }
 _BYTES = {
@@ -75,6 +76,8 @@ def _plan(report: Report) -> Iterable[str]:
     for mode in words:
         if again[mode]:
             yield f"  {again[mode]} of {blocks} blocks {words[mode]} again in backward, to save memory"
+    if any(operator["strategy"].endswith("by chunks of rows") for operator in report["operators"]):
+        yield "  logits exist for some rows at a time, and are computed again in backward, to save memory"
 
 
 def _batches(count: int, size: int) -> str:
@@ -176,10 +179,12 @@ def _parameters(report: Report) -> Iterable[str]:
     """How many bytes of parameters rest in which way."""
     kinds: dict[tuple[str, str, str], tuple[int, float]] = {}
     for entry in report["parameters"]:
+        rests = entry["parameter_bytes"] or entry["working_copy_bytes"]  # of what is on the host there is a copy
         where = "frozen" if not entry["trainable"] else f"ZeRO-{entry['zero']}" if entry["zero"] else ""
+        where = f"{where}{', ' if where else ''}updated on the host" if entry["offload"] else where
         key = (_plain(entry["use"]), _plain(entry["storage"]), where)
         count, size = kinds.get(key, (0, 0.0))
-        kinds[key] = (count + entry["occurrences"], size + entry["parameter_bytes"] * entry["occurrences"])
+        kinds[key] = (count + entry["occurrences"], size + rests * entry["occurrences"])
     yield f"parameters  used and stored as ({', '.join(report['mesh']['names'])})"
     ordered = sorted(kinds.items(), key=lambda item: -item[1][1])
     rows = [
@@ -234,6 +239,9 @@ def _memory(report: Report) -> Iterable[str]:
     )
     yield (f"memory  {bytes_text(memory['total_bytes'])} {where}, {bytes_text(memory['available_bytes'])} available")
     yield from table([(words, bytes_text(memory[kind])) for kind, words in _BYTES.items() if memory[kind]])
+    if memory["host_bytes"]:
+        there, has = bytes_text(memory["host_bytes"]), bytes_text(memory["host_available_bytes"])
+        yield f"  on the host, for each device: {there} of optimizer states and what they update, {has} available"
 
 
 def _collectives(report: Report) -> Iterable[str]:

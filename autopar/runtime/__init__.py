@@ -5,9 +5,10 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.experts import experts
 from autopar.runtime.halo import halo
+from autopar.runtime.loss import cross_entropy, linear_cross_entropy
 from autopar.runtime.mesh import Axis, Ledger, Mesh, Sent
 from autopar.runtime.normalization import group_norm
-from autopar.runtime.operators import batch_norm, cross_entropy, partial_mean, vocab_embedding
+from autopar.runtime.operators import batch_norm, partial_mean, vocab_embedding
 from autopar.runtime.parameters import BufferSlot, Chunk, ParameterSlot, buffer, parameter
 from autopar.runtime.program import Boundary, Count, Input, Output, Stage, load_program
 from autopar.runtime.random import dropout
@@ -63,6 +64,7 @@ __all__ = [
     "keep_first",
     "keep_first_both",
     "keep_first_gradient",
+    "linear_cross_entropy",
     "load_program",
     "pad_shard",
     "parameter",

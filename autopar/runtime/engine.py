@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime import norms, zero
+from autopar.runtime import host, norms, zero
 from autopar.runtime.batches import Batches, MicroBatching, replicated, scaled
 from autopar.runtime.counts import Counts
 from autopar.runtime.draws import Draws
@@ -159,6 +159,7 @@ class Engine:
                 self._counts.find([micro_batch.shares for micro_batch in micro_batches])
                 loss = self._runner.train(micro_batches)
             self._reducer.finish()
+            self._wait_for_host()
         except BaseException:
             self._runner.abandon()
             self._reducer.abandon()
@@ -228,6 +229,12 @@ class Engine:
 
     def _refresh(self) -> None:
         zero.refresh(self.holdings.all_slots())
+        self._wait_for_host()
+
+    def _wait_for_host(self) -> None:
+        """What travels to and from the host has arrived when the user's code goes on."""
+        if any(slot.offload for slot in self.holdings.all_slots()):
+            host.wait(self.mesh.device)
 
     def _commit(self) -> None:
         for slot in self.holdings.all_buffer_slots():

@@ -143,7 +143,7 @@ class GradientReducer:
             if name in first:
                 slot = first[name]
                 gradient = self._tied.pop(name, None)
-                gradient = torch.zeros_like(slot.local) if gradient is None else gradient
+                gradient = torch.zeros_like(slot.local, device=slot.leaf.device) if gradient is None else gradient
                 slot.add_gradient(collectives.all_reduce(gradient.contiguous(), axis))
 
     def abandon(self) -> None:

@@ -34,7 +34,7 @@ def clip_grad_norm_(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     gradients = [local_of(slot.storage.grad) for slot in slots if slot.storage.grad is not None]
     for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+        gradient.mul_(scale.to(gradient.device, gradient.dtype))
     return norm
 
 
@@ -62,7 +62,7 @@ def total_norm(
     for slot in slots if everywhere is None else everywhere.values():
         dtype = torch.promote_types(dtype, slot.dtype) if slot.trainable else dtype
     norms = [
-        torch.linalg.vector_norm(local_of(slot.storage.grad), norm_type, dtype=dtype)
+        torch.linalg.vector_norm(local_of(slot.storage.grad), norm_type, dtype=dtype).to(mesh.device)
         for slot in counted
         if slot.local.numel() and slot.storage.grad is not None
     ]

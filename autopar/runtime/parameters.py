@@ -11,6 +11,10 @@ checkpoints (:attr:`ParameterSlot.storage`), and is called to get the local tens
 With ``compute=`` a type to compute in, what rests is the *master*: the working copy, which there then is under ``zero=0``
 too, is in that type, and so is what is gathered. Each micro-batch's gradient is brought to the master's type before it is
 added to others or sent.
+
+With ``offload`` what rests is in the host's memory (pinned, where the device is a GPU), and so are its gradient, once it is
+finished, and what an optimizer keeps for it: the update runs on the host. The device then always has a working copy, under
+``zero=3`` one of the shard, made again when the piece at rest has changed.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar.runtime import host
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.gathered import Gathers, gathered
 from autopar.runtime.layouts import Change, Word, Words, changes, local_shape, parse_words, split_of, take_share
@@ -112,6 +117,7 @@ class ParameterSlot(_Slot):
         aliases: Sequence[str] = (),
         trainable: bool = True,
         compute: torch.dtype | None = None,
+        offload: bool = False,
     ) -> None:
         super().__init__(mesh, name, shape, dtype, aliases)
         self.is_cast = compute is not None
@@ -122,7 +128,8 @@ class ParameterSlot(_Slot):
             raise ProgramError(f"{name} rests in another layout than its use {use}: zero={zero} must say 1, 2 or 3 how")
         # Without a ZeRO axis there is nothing to gather, whatever the level.
         self.zero = zero if self.rest != self.use else 0
-        self.has_working_copy = self.zero in (1, 2) or (self.is_cast and self.zero == 0)
+        self.offload = offload
+        self.has_working_copy = offload or self.zero in (1, 2) or (self.is_cast and self.zero == 0)
         self.trainable = trainable and (dtype.is_floating_point or dtype.is_complex)
         self._sum: Tensor | None = None
         self.gathers = Gathers()
@@ -142,11 +149,16 @@ class ParameterSlot(_Slot):
             self.twins, twin.twins = (*twin.twins, twin), (*twin.twins, self)
             local, storage = twin.local, twin.storage
         else:
-            local = torch.empty(local_shape(self.shape, self.rest, self.mesh), dtype=self.dtype, device=device)
+            local = self._at_rest(local_shape(self.shape, self.rest, self.mesh), self.dtype, device)
             storage = nn.Parameter(self._wrapped(local), requires_grad=self.trainable)
         leaf = local
         if self.has_working_copy:
-            leaf = torch.empty(local_shape(self.shape, self.use, self.mesh), dtype=self.compute, device=device)
+            words, dtype = (self.rest, self.dtype) if self.zero == 3 else (self.use, self.compute)
+            leaf = torch.empty(local_shape(self.shape, words, self.mesh), dtype=dtype, device=device)
+        self._device = device
+        self._shuttle: Tensor | None = None
+        if self.offload and leaf.dtype != self.dtype:
+            self._shuttle = twin._shuttle if twin is not None else self._at_rest(local.shape, leaf.dtype, device)
         # Not as module attributes: a Parameter would be registered, and `.to()` of the stage would part it from its leaf.
         self.__dict__["_local"] = local
         self.__dict__["storage"] = storage
@@ -154,9 +166,13 @@ class ParameterSlot(_Slot):
         self._changes = changes(self.rest, self.use, self.shape, self.mesh)
         self.invalidate()
 
+    def _at_rest(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory where the piece at rest is: the device's, or the host's."""
+        return host.empty(shape, dtype, device) if self.offload else torch.empty(shape, dtype=dtype, device=device)
+
     def _check_rests_as(self, other: ParameterSlot) -> None:
         rests = [tuple(word if word.kind == "S" else Word("R") for word in slot.rest) for slot in (self, other)]
-        types = [(slot.dtype, slot.compute) for slot in (self, other)]
+        types = [(slot.dtype, slot.compute, slot.offload) for slot in (self, other)]
         if rests[0] != rests[1] or self.shape != other.shape or types[0] != types[1]:
             raise ProgramError(f"{self.name} rests otherwise in one stage than in another: its pieces must be the same")
 
@@ -191,9 +207,21 @@ class ParameterSlot(_Slot):
         """A copy of ``master`` in the type to compute in; ``master`` itself where that is its own."""
         return master.to(self.compute, copy=True) if self.is_cast else master
 
+    @torch.no_grad()
+    def brought(self) -> Tensor:
+        """The piece at rest on the device, in the type that is sent from there: a copy, but where it is the same. From the
+        host it may still be on its way."""
+        if not self.offload:
+            return self.narrowed(self.local)
+        source = self.local if self._shuttle is None else self._shuttle.copy_(self.local)
+        return host.to_device(source, self._device)
+
     def join(self, shard: Tensor) -> Tensor:
         """From rest to use, without gradient."""
-        shard = self.narrowed(shard)
+        return self.widened(self.narrowed(shard))
+
+    def widened(self, shard: Tensor) -> Tensor:
+        """From the layout at rest to that of use, in the type to compute in."""
         for change in self._changes:
             shard = change.forward(shard)
         return shard
@@ -240,7 +268,7 @@ class ParameterSlot(_Slot):
         DTensor as it is, so versions show other writes only. All ranks decide alike.
         """
         if self.is_stale():
-            self.take_working_copy(self.join(self.local))
+            self.take_working_copy(self.brought() if self.zero == 3 else self.widened(self.brought()))
 
     def is_stale(self) -> bool:
         """Whether there is a working copy and what it was made from may have changed since."""
@@ -255,6 +283,10 @@ class ParameterSlot(_Slot):
     def has_one_gather(self) -> bool:
         """Whether rest and use are one all-gather apart, so that the shard may travel together with others."""
         return len(self._changes) == 1 and self._changes[0].name == "all_gather"
+
+    def is_gathered_ahead(self) -> bool:
+        """Whether that all-gather is made before the step: not around each use."""
+        return self.zero != 3 and self.has_one_gather()
 
     def one_gather(self) -> tuple[Axis, int, Pieces]:
         """The axis and dim of that all-gather, and the pieces of the dim."""
@@ -277,9 +309,10 @@ class ParameterSlot(_Slot):
         for slot in (self, *self.twins):
             slot._has_had_gradient = True
         if self.storage.grad is None:
-            self.storage.grad = self._wrapped(gradient.detach())
+            # On the host it may still be on its way when this returns.
+            self.storage.grad = self._wrapped(host.to_host(gradient.detach()) if self.offload else gradient.detach())
         else:
-            local_of(self.storage.grad).add_(gradient)
+            local_of(self.storage.grad).add_(gradient.to(self.local.device))
 
     def _wrapped(self, local: Tensor) -> Tensor:
         """The local piece as a DTensor of the global shape; as it is where there are no process groups."""
@@ -287,6 +320,8 @@ class ParameterSlot(_Slot):
             return local
         placements: list[Placement] = [Shard(word.dim) if word.kind == "S" else Replicate() for word in self.rest]
         stride = torch.empty(self.shape, device="meta").stride()
+        if self.offload:
+            return host.as_dtensor(local, self.mesh.device_mesh, placements or [Replicate()], self.shape, stride)
         return DTensor.from_local(
             local,
             self.mesh.device_mesh,
@@ -367,10 +402,11 @@ def parameter(
     aliases: Sequence[str] = (),
     trainable: bool = True,
     compute: torch.dtype | None = None,
+    offload: bool = False,
 ) -> ParameterSlot:
     """The slot of one parameter: ``name`` and ``aliases`` are the model's, ``use`` and ``store`` layouts in words. It rests
-    and is updated in ``dtype``, and is used in ``compute`` where that is given."""
-    return ParameterSlot(mesh, name, shape, dtype, use, store, zero, aliases, trainable, compute)
+    and is updated in ``dtype``, with ``offload`` in the host's memory, and is used in ``compute`` where that is given."""
+    return ParameterSlot(mesh, name, shape, dtype, use, store, zero, aliases, trainable, compute, offload)
 
 
 def buffer(

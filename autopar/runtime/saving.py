@@ -107,7 +107,7 @@ def _uncounted(mesh: Mesh) -> Iterator[None]:
 @torch.no_grad()
 def whole_tensor(slot: Slot, mesh: Mesh, tensor: Tensor | None = None) -> Tensor:
     """``tensor``, laid out like the slot's piece at rest (by default that piece), gathered whole on every rank."""
-    local = slot.local if tensor is None else local_of(tensor)
+    local = (slot.local if tensor is None else local_of(tensor)).to(mesh.device)
     replicated = (Word("R"),) * len(mesh.axes)
     rest = tuple(word if word.kind == "S" else Word("R") for word in slot.rest)
     with _uncounted(mesh):

@@ -56,7 +56,7 @@ class Spreader:
             elif share.numel():
                 dist.send(message(share.to(self._mesh.device, slot.dtype).contiguous()), target)
         elif self._mesh.rank == target and slot.local.numel():
-            received = torch.empty_like(slot.local, memory_format=torch.contiguous_format)
+            received = torch.empty(slot.local.shape, dtype=slot.dtype, device=self._mesh.device)
             dist.recv(message(received), source)
             slot.local.copy_(received)
 

@@ -65,7 +65,7 @@ def refresh(slots: Iterable[ParameterSlot], bucket_bytes: int = BUCKET_BYTES) ->
     for slot in slots:
         if not slot.is_stale():
             continue
-        if not slot.has_one_gather():
+        if not slot.is_gathered_ahead():
             slot.refresh()
             continue
         key = (slot.one_gather()[0].index, slot.compute)
@@ -83,7 +83,7 @@ def _gather(slots: list[ParameterSlot]) -> None:
     padded = []
     for slot in slots:
         _, dim, pieces = slot.one_gather()
-        padded.append(pad(slot.narrowed(slot.local), dim, pieces.largest))
+        padded.append(pad(slot.brought(), dim, pieces.largest))
     flat = torch.cat([shard.reshape(-1) for shard in padded]) if len(padded) > 1 else padded[0].reshape(-1)
     gathered = collectives.all_gather(flat, slots[0].one_gather()[0])
     for slot, shard, stacked in zip(slots, padded, gathered.split([x.numel() for x in padded], 1), strict=True):

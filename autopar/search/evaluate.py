@@ -41,7 +41,7 @@ class Evaluated:
 
     @property
     def fits(self) -> bool:
-        return all(stage.fits for stage in self.stages)
+        return all(stage.fits for stage in self.stages) and host_fits(self.frame, self.stages)
 
     @property
     def peak_bytes(self) -> float:
@@ -67,6 +67,14 @@ def split_times(frame: Frame, stages: Sequence[Solved]) -> list[StageTimes]:
     return found
 
 
+def host_fits(frame: Frame, stages: Sequence[Solved]) -> bool:
+    """Whether what the stages of each pipeline rank keep on the host fits there together; each by itself does."""
+    kept = [0.0] * frame.grid.num_ranks
+    for rank, stage in zip(stage_ranks(frame), stages, strict=False):
+        kept[rank] += stage.candidate.host_bytes / max(stage.candidate.host_available_bytes, 1.0)
+    return max(kept) <= 1.0 + 1e-9
+
+
 def rank_bytes(evaluated: Evaluated) -> list[float]:
     """Peak bytes of each pipeline rank's devices."""
     found = [0.0] * evaluated.frame.grid.num_ranks
@@ -78,9 +86,12 @@ def rank_bytes(evaluated: Evaluated) -> list[float]:
 class Evaluator:
     """Evaluates plans of one model on one cluster."""
 
-    def __init__(self, cost_model: CostModel, options: PlanOptions, solve: Solve) -> None:
+    def __init__(
+        self, cost_model: CostModel, options: PlanOptions, solve: Solve, like: Evaluator | None = None
+    ) -> None:
+        """``like``: another of the same model, whose reading of it is used again."""
         self.cost_model, self.options, self.solve = cost_model, options, solve
-        self._prepared: dict[object, Prepared] = {}
+        self._prepared: dict[object, Prepared] = like._prepared if like else {}
         self._solved: dict[object, tuple[OpGraph, Solved]] = {}
         self._solvers: dict[object, StageSolver] = {}
         self._structures: dict[int, object] = {}
@@ -151,7 +162,7 @@ class Evaluator:
             storage.update((v, frozenset([parameters[v].storage])) for v in storage if v in parameters)
         hops = self._hops(frame, graphs, boundary, mesh)
         step = math.inf
-        if len(solved) == len(graphs) and all(stage.fits for stage in solved):
+        if len(solved) == len(graphs) and all(stage.fits for stage in solved) and host_fits(frame, solved):
             times = split_times(frame, solved)
             step = step_seconds_only(frame.schedule, times, hops, frame.grid.num_ranks, frame.num_micro_batches)
         return Evaluated(frame, tuple(cuts), style, graphs, tuple(solved), hops, step)

@@ -40,11 +40,41 @@ def infeasible(search: JointSearch) -> InfeasibleError:
     if more is not None:
         count, plan = more
         advice = f"; {count} of these devices would do ({_describe(plan)})"
+    advice += _host_advice(search)
+    if _is_host_full(search, lean, available):
+        host = search.cost_model.host_share().memory_bytes
+        return InfeasibleError(
+            f"no plan fits: offload={options.offload!r} keeps more on the hosts than the {host / 2**30:.2f} GiB that each "
+            f"device has of its host's memory{advice}; shard the states (zero=1 or more over more devices), describe the hosts "
+            "as they are (host= of a node), or leave offload out"
+        )
     return InfeasibleError(
         f"no plan fits: the leanest one{f' ({_describe(lean)})' if lean else ''} needs {smallest:.2f} GiB on each of "
         f"{cluster.num_devices} devices, which have {available / 2**30:.2f} GiB for it (memory less the software's own and "
         f"the margin); {smallest:.2f} GiB on each device would do{advice}"
     )
+
+
+def _host_advice(search: JointSearch) -> str:
+    """That it fits with the optimizer's states on the host, where that is so."""
+    share = search.cost_model.host_share()
+    if search.options.offload != "none" or share.is_own_memory or search.graph.loss is None:
+        return ""
+    found = _again(search, search.cost_model.cluster, "auto").run().best
+    if found is None:
+        return ""
+    on_host = max(stage.candidate.host_bytes for stage in found.stages)
+    return (
+        f"; these devices would do with offload='auto', which keeps optimizer states on the host ({on_host / 2**30:.2f} of "
+        f"{share.memory_bytes / 2**30:.2f} GiB for each device; {_describe(found)})"
+    )
+
+
+def _is_host_full(search: JointSearch, lean: Evaluated | None, available: float) -> bool:
+    """Whether it is the host that has too little memory: with more on each device still nothing fits, or it would have."""
+    if search.options.offload == "none":
+        return False
+    return lean is None or lean.peak_bytes <= available
 
 
 def _forced(options: PlanOptions) -> str:
@@ -102,9 +132,9 @@ def _with_devices(search: JointSearch) -> tuple[int, Evaluated] | None:
     return None
 
 
-def _again(search: JointSearch, cluster: Cluster) -> JointSearch:
-    """The same search on another cluster, content with the first plan that fits."""
-    options = replace(search.options, max_evaluations=1, gap=0.2)
+def _again(search: JointSearch, cluster: Cluster, offload: str | None = None) -> JointSearch:
+    """The same search on another cluster, or with another ``offload``, content with the first plan that fits."""
+    options = replace(search.options, max_evaluations=1, gap=0.2, offload=offload or search.options.offload)
     return JointSearch(
         search.graph, CostModel(cluster), options, search.solve, search.meshes, search.may_split, search.say, Clock({})
     )

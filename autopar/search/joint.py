@@ -216,12 +216,15 @@ class JointSearch:
         return self.best.step_seconds if self.best else math.inf
 
     def _worthwhile(self, entry: _Ready) -> bool:
-        """Whether evaluating a frame may find a better plan, or close it."""
-        if entry.seconds >= self.best_seconds * (1 - self.options.gap):
+        """Whether evaluating a frame may find a better plan, or close it. What could be better by less than the gap is only
+        evaluated where it promises most of that."""
+        if entry.seconds >= self.best_seconds:
             return False
+        spent = len({evaluated.frame for evaluated in self.evaluated}) >= self.options.max_evaluations
+        if entry.seconds >= self.best_seconds * (1 - self.options.gap):
+            return entry.estimate_seconds < self.best_seconds * (1 - self.options.gap / 2) and not spent
         if not self.options.gap and self._num_cuts(entry.frame) <= ENUMERATED_CUTS:
             return True
-        spent = len({evaluated.frame for evaluated in self.evaluated}) >= self.options.max_evaluations
         return entry.estimate_seconds < self.best_seconds and not spent
 
     def _entry(self, seconds: float, step: int, frame: Frame) -> _Waiting:
@@ -389,7 +392,7 @@ class JointSearch:
             forced = self.options.parallelism.recompute
             modes = (forced,) if forced else MODES if self.short.graph.block_groups else MODES[:1]
             price = partial(self._price, grid, mesh, first, num_micro_batches)
-            priced = Priced(self.chain, price, modes, available)
+            priced = Priced(self.chain, price, modes, available, from_first=grid.num_ranks == 1)
             hint = self._hints.setdefault((grid, kind), Hint())
             self._stretches[key] = Stretches(priced, num_micro_batches, hint)
         return self._stretches[key]

@@ -15,34 +15,40 @@ from autopar.costing import Costed
 from autopar.costing.conversions import FloatArray
 from autopar.search.decoding import modes_of_run
 from autopar.search.places import Chain
-from autopar.search.units import momentary_bytes, units_of
+from autopar.search.units import Known, momentary_bytes, units_of
 from autopar.solver.chain import ROUNDING, Elimination, Floats, Table
 
 
 @dataclass(eq=False)
 class Priced:
-    """Units of the short graph under each mode of recomputation that is ``allowed``, priced when they are asked for."""
+    """Units of the short graph under each mode of recomputation that is ``allowed``, priced when they are asked for.
+
+    ``from_first``: only runs that begin with the first unit are of use; others cost infinity.
+    """
 
     chain: Chain
     price: Callable[[str, Costed | None], Costed]
     allowed: tuple[str, ...]
     available_bytes: float
+    from_first: bool = False
     _costed: dict[str, Costed] = field(default_factory=dict)
     _units: dict[str, list[Elimination]] = field(default_factory=dict)
+    _known: Known = field(default_factory=Known)
+    _eliminations: dict[int, Elimination] = field(default_factory=dict)  # by id of their units
     _momentary: list[float] = field(default_factory=list)  # least bytes held for a moment, by kind of unit
 
     def units(self, mode: str) -> list[Elimination]:
         """The short graph's units in a mode; equal ones are one object."""
         if mode not in self._units:
-            known: dict[int, Elimination] = {}
-            found = units_of(self._priced(mode), self.chain.short_starts)
+            found = units_of(self._priced(mode), self.chain.short_starts, self._known)
             self._note_momentary()
             for unit in found:
-                if id(unit) not in known:
-                    known[id(unit)] = Elimination(unit)
-            self._units[mode] = [known[id(unit)] for unit in found]
-            if len(self._units) == len(self.allowed):
-                self._costed.clear()  # all that is needed of them is in the units
+                if id(unit) not in self._eliminations:
+                    self._eliminations[id(unit)] = Elimination(unit)
+            self._units[mode] = [self._eliminations[id(unit)] for unit in found]
+            if len(self._units) == len(self.allowed):  # all that is needed of what is priced is in the units
+                self._costed.clear()
+                self._known.rows.clear()
         return self._units[mode]
 
     def _note_momentary(self) -> None:
@@ -74,7 +80,8 @@ class Priced:
         of a block that is cut nothing is recomputed.
         """
         taken = [mode for mode in self.allowed if mode == self.plain or modes is None or mode in modes]
-        found = _Run(self.chain, self._matrices(weights, taken), self.plain).costs(len(weights))
+        starts = 1 if self.from_first else len(self.chain.places)
+        found = _Run(self.chain, self._matrices(weights, taken), self.plain).costs(len(weights), starts)
         return np.asarray(found * np.float32(1 - ROUNDING), dtype=np.float32)
 
     def modes(
@@ -136,11 +143,12 @@ class _Run:
         self.modes = list(matrices)
         self.keys = [(p.kind, p.block is None, p.opens, p.closes) for p in chain.places]
 
-    def costs(self, num_weights: int) -> Table:
+    def costs(self, num_weights: int, num_starts: int) -> Table:
+        """From each of the first ``num_starts`` units."""
         count = len(self.places)
         result = np.full((num_weights, count, count + 1), np.inf, dtype=np.float32)
         walked: dict[object, tuple[int, list[_Reached]]] = {}
-        for start in range(count):
+        for start in range(num_starts):
             base, path = walked.get(self.keys[start], (start, []))
             shared = self._common(base, start) if path else 0
             if shared:

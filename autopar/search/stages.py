@@ -285,7 +285,9 @@ def _with_storage(costed: Costed, storage: Mapping[str, frozenset[Layout]]) -> C
     for value, wanted in storage.items():
         if value in costed.nodes:
             node = costed.nodes[value]
-            alike = np.array([choice.storage in wanted for choice in costed.parameter_table(value).choices])
+            choices = costed.parameter_table(value).choices
+            # Updated alike everywhere: on the host only where all parameters are.
+            alike = np.array([one.storage in wanted and one.offload == choices[0].offload for one in choices])
             costs[node] = np.where(alike, costs[node], np.inf)
     if not storage:
         return costed

@@ -31,8 +31,8 @@ DECODED = np.array([0.01, 0.08, 0.2, 0.4, 0.8, 1.6, 5.0])  # times the typical m
 NEARBY = 0.01  # of a multiplier: the distance over which slopes are taken
 FEW = 3  # points on a line that are all composed; of more the ends and the middle
 ROUNDS = 2
-# Rows of the basic bounds: seconds of one micro-batch, of a whole step, of what is done once, of a forward pass, and of both
-# passes without making the parameters' gradients.
+# Rows of the basic bounds: seconds of one micro-batch, of a whole step, of what is done once; and where there may be several
+# stages, of a forward pass, and of both passes without making the parameters' gradients.
 EACH, BUSY, ONCE, FORWARD, WITHOUT_WEIGHT = range(5)
 LITTLE = 1e-9  # weight of seconds where bytes are what counts
 
@@ -94,12 +94,17 @@ class Stretches:
         return np.asarray(self._basics()[FORWARD])
 
     def before(self) -> Floats:
-        """(starts,): least seconds of one micro-batch to come there from the model's beginning."""
+        """(starts,): least seconds of one micro-batch to come there from the model's beginning. Of what is in one stage
+        nothing comes before, or is beyond."""
+        if self.priced.from_first:
+            return np.zeros(self._budget.shape[0])
         return np.append(0.0, self._basics()[FORWARD, 0, 1:-1])
 
     def beyond(self, split: bool) -> Floats:
         """(starts,): least seconds of one micro-batch from there to the model's end and back; with a ``split`` backward
         gradients of parameters are left out. 0 at the end."""
+        if self.priced.from_first:
+            return np.zeros(self._budget.shape[1])
         return np.append(self._basics()[WITHOUT_WEIGHT if split else EACH, :, -1], 0.0)
 
     def work(self, points: Points) -> list[Floats]:
@@ -153,9 +158,9 @@ class Stretches:
                 weights_of(1.0, 1.0),
                 weights_of(count, count, once=1.0),
                 weights_of(LITTLE, LITTLE, once=1.0),
-                weights_of(1.0, LITTLE),
-                weights_of(1.0 + LITTLE, 1.0 + LITTLE, weight=-1.0),
             ]
+            if not self.priced.from_first:
+                rows += [weights_of(1.0, LITTLE), weights_of(1.0 + LITTLE, 1.0 + LITTLE, weight=-1.0)]
             self._basic = self.priced.fastest(np.array(rows)) * (1 - 10 * LITTLE)
         return self._basic
 

@@ -9,7 +9,7 @@ operators that no parameter leads to cost nothing and may be had by each unit in
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -65,9 +65,18 @@ class _Network:
         return self.rows[key]
 
 
-def units_of(costed: Costed, starts: Sequence[str]) -> list[Unit]:
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Rows and units made so far from arrays that live as long, by what they are made of."""
+
+    rows: dict[Hashable, FloatArray] = field(default_factory=dict)
+    units: dict[Hashable, Unit] = field(default_factory=dict)
+
+
+def units_of(costed: Costed, starts: Sequence[str], known: Known | None = None) -> list[Unit]:
     """The units of a priced graph; ``starts`` are the first operators of all but the first, in order. Equal units are one
-    object."""
+    object, also of those that are ``known`` from the same graph in other modes of recomputation."""
+    known = known or Known()
     members = _members(costed.prepared.graph, starts)
     home = _homes(costed, members)
     ports = [_port(costed, names, list(chain.from_iterable(members[at + 1 :]))) for at, names in enumerate(members)]
@@ -80,13 +89,12 @@ def units_of(costed: Costed, starts: Sequence[str]) -> list[Unit]:
         for edge, seconds in zip(costed.problem.edges, costed.edges_forward, strict=True)
         if seconds is not None
     }
-    network = _Network(costed, home, edges, {}, forward)
-    known: dict[Hashable, Unit] = {}
+    network = _Network(costed, home, edges, known.rows, forward)
     found = []
     for at in range(len(members)):
         unit = _unit(network, at, ports[at - 1] if at else None, ports[at] if at + 1 < len(members) else None)
         key = (unit.sizes, unit.entry, unit.exit, tuple((factor.variables, id(factor.rows)) for factor in unit.factors))
-        found.append(known.setdefault(key, unit))
+        found.append(known.units.setdefault(key, unit))
     return found
 
 

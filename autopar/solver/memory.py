@@ -185,6 +185,20 @@ class Lagrangian:
                 return
             multiplier *= RAISE
 
+    def tighten(self) -> None:
+        """Raise the bound at the best multipliers where variables are split. At others it is a guide alone, as it stands."""
+        self.oracle.tighten(self._weights())
+        self.dual(self.at)
+
+    def settle(self) -> None:
+        """Where copies of a variable do not agree, move them together once, so that most probes to come are spared a vote."""
+        if not self.oracle.agreed:
+            self.oracle.tighten(self._weights(), steps=1)
+
+    def _weights(self) -> FloatArray:
+        """Of costs and bytes at the best multipliers."""
+        return np.concatenate([[1.0], self.at])
+
     def in_domains(self, point: Point) -> bool:
         """Whether all choices of a point are still left."""
         roles = np.array(self.structure.roles)
@@ -269,7 +283,7 @@ class Lagrangian:
             return False
         rows = self.at > 0.0
         offset = float(self.at[rows] @ self.budgets[rows])
-        marginals = self.oracle.marginals(np.concatenate([[1.0], self.at]))
+        marginals = self.oracle.marginals(self._weights())
         before = num_choices(self.structure, self.domains)
         threshold = self.upper - 1e-10 * abs(self.upper)
         kept = {

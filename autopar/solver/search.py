@@ -44,7 +44,8 @@ def solve_elimination(problem: Problem, limits: Limits, time_limit_seconds: floa
     if found.best is None:
         status = Status.INFEASIBLE if found.lower_bound_seconds == math.inf else Status.TIMED_OUT
         return no_answer(status, found.lower_bound_seconds, found.message, found.smallest_budgets_bytes)
-    return _within_variants(problem, [found.best, *found.points], found.lower_bound_seconds, found.message)
+    enough = found.lower_bound_seconds * (1 + limits.gap_target)
+    return _within_variants(problem, [found.best, *found.points], found.lower_bound_seconds, found.message, enough)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,8 @@ def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
     try:
         if state.dual(np.zeros(problem.num_rows)) == math.inf:
             return _Found(None, math.inf, (), None, "no combination of choices is offered")
-        if not state.closed:
+        if not state.closed and not _is_good_enough(state):
+            state.settle()
             bounds, smallest = state.smallest_budgets()
             slack = 1e-12 * np.abs(state.budgets)
             over = np.flatnonzero(np.array(bounds) > state.budgets + slack).tolist()
@@ -100,7 +102,7 @@ def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
                 facts = ", ".join(f"row {row} needs {smallest[row]:g}, has {state.budgets[row]:g}" for row in over)
                 return _Found(None, math.inf, (), smallest, f"memory budgets are too small, in bytes: {facts}")
             _rounds(state)
-        if not state.closed:
+        if not state.closed and not _is_good_enough(state):
             message = _finish(state)
     except OutOfTime:
         message = "stopped at the time limit"
@@ -110,16 +112,22 @@ def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
     return _Found(best, lower, points, smallest, message)
 
 
+def _is_good_enough(state: Lagrangian) -> bool:
+    """Whether the gap is within its target, in a problem that is too large to be solved to the end."""
+    return state.narrow and len(state.network.edges) > state.limits.ilp_pairs
+
+
 def _rounds(state: Lagrangian) -> None:
-    """Ascend, splice and prune, until the gap is good enough for the problem's size or nothing changes any more."""
-    large = len(state.network.edges) > state.limits.ilp_pairs
+    """Ascend, splice, tighten and prune, until the gap is good enough for the problem's size or nothing changes any more."""
     for _ in range(state.limits.rounds):
         split, gap = bool(state.oracle.program.copies), state.upper - state.lower
         settled = state.ascend(state.limits.probes)
         if not state.closed:
             state.improve()
-        if state.closed or (state.narrow and large and not split):
+        if state.closed or _is_good_enough(state):
             return
+        if split:
+            state.tighten()
         shrunk = state.prune()
         promising = split and (not state.oracle.program.copies or state.upper - state.lower < 0.95 * gap)
         if not shrunk and settled and not promising:
@@ -194,11 +202,13 @@ def _smallest_by_ilp(problem: Problem) -> tuple[float, ...] | None:
     return tuple(smallest) if smallest else None
 
 
-def _within_variants(problem: Problem, known: list[Choices], lower_bound: float, message: str) -> Assignment:
+def _within_variants(
+    problem: Problem, known: list[Choices], lower_bound: float, message: str, enough_seconds: float = -math.inf
+) -> Assignment:
     """The answer `known[0]`, or if it has too many variants of a repeat, a restricted one; the bound stays."""
     if problem.within_variants(known[0]):
         return answer(problem, known[0], lower_bound, message)
-    chosen = limit_variants(problem, known, _solve_small)
+    chosen = limit_variants(problem, known, _solve_small, enough_seconds)
     if chosen is None:
         return no_answer(Status.TIMED_OUT, lower_bound, "no choices were found that keep to the limit on variants")
     return answer(problem, chosen, lower_bound, message or "restricted to the limit on variants")

@@ -2,8 +2,8 @@
 
     a variable v in too large a table: a copy v_p in each place p that reads it, costs theta_p(v_p)   `within_limits`
     sum_p theta_p = 0, so that the minimum with free copies is a lower bound for every theta          `Oracle.minimise`
-    theta moves towards agreement of the copies' min-marginals, kept where the bound rises            `Oracle.tighten`
     the copies vote on v; with v fixed elimination is exact, which gives an assignment                `Oracle.minimise`
+    theta moves towards agreement of the copies' min-marginals, kept where the bound rises            `Oracle.tighten`
 
 Hubs (a mask, rotary tables, an encoder's output) are the usual case: each would be a dim of every table of a block.
 In a model whose blocks do alike their copies agree, and the bound is then the optimum.
@@ -25,8 +25,6 @@ from autopar.solver.repetition import Structure, without_blocks
 _MOST_WORK, _MOST_WORK_PER_OP = 100_000_000, 500_000
 _MOST_ENTRIES = 1 << 26
 _TIGHTENINGS = 2
-# A gap between the copies' bound and an assignment that is not worth tightening.
-_AGREED = 1e-4
 _MOST_FIXED_PROGRAMS = 8
 
 
@@ -94,6 +92,7 @@ class Oracle:
         self.shares: dict[int, FloatArray] = {}
         self.fixed: dict[tuple[tuple[int, int], ...], Program] = {}
         self.num_ops = 0
+        self.agreed = True  # whether the copies did when something was last minimised
 
     @property
     def ops_per_evaluation(self) -> int:
@@ -111,12 +110,6 @@ class Oracle:
     def minimise(self, weights: FloatArray) -> tuple[float, IntArray | None]:
         """A lower bound (the minimum itself if nothing is split) and an assignment; (infinity, None) if there is none."""
         bound, found = self._attempt(weights)
-        if found is not None and found[0] - bound > _AGREED * abs(found[0]):
-            self.tighten(weights)
-            tightened, again = self._attempt(weights)
-            bound = max(bound, tightened)
-            if again is not None and again[0] < found[0]:
-                found = again
         return bound, None if found is None else found[1]
 
     def _attempt(self, weights: FloatArray) -> tuple[float, tuple[float, IntArray] | None]:
@@ -126,7 +119,8 @@ class Oracle:
         if not np.isfinite(bound):
             return bound, None
         decoded = self.program.decode(values)
-        if all(len(set(votes)) == 1 for votes in decoded.votes.values()):
+        self.agreed = all(len(set(votes)) == 1 for votes in decoded.votes.values())
+        if self.agreed:
             return bound, (bound, decoded.choices)
         best: tuple[float, IntArray] | None = None
         for votes in _ballots(decoded.votes):
@@ -158,12 +152,12 @@ class Oracle:
                 roles[role] = np.maximum(roles[role], copies[entry.base])
         return roles
 
-    def tighten(self, weights: FloatArray) -> None:
+    def tighten(self, weights: FloatArray, steps: int = _TIGHTENINGS) -> None:
         """Move the shares of the copies, as long as that raises the bound under these weights."""
         values = self._evaluate(self.program, weights)
         bound = self.program.value(values)
         step = 1.0
-        for _ in range(_TIGHTENINGS):
+        for _ in range(steps):
             if not np.isfinite(bound):
                 return
             _, marginals = self._marginals(values)

@@ -3,9 +3,10 @@
     tied:     all instances alike; position p of all instances is one node, whose tables are summed     `tied`
     bundled:  each instance one node, whose choices are whole tuples out of a pool of good ones          `bundled`
 
-The pool holds the tuples of the assignments that the search has met, and the tied optimum. The bundled problem is
-solved again and again, each time without its least used tuple, until the limit is kept. The result is an upper
-bound; the lower bound stays that of the unlimited problem, so the gap shows what the limit costs at most.
+The pool holds the tuples of the assignments that the search has met, and where these do not do those of the tied
+optimum. The bundled problem is solved again and again, each time without its least used tuple, until the limit is kept.
+The result is an upper bound; the lower bound stays that of the unlimited problem, so the gap shows what the limit costs at
+most.
 """
 
 from __future__ import annotations
@@ -115,28 +116,40 @@ def _taken(known: list[Choices], node: int) -> list[Choices]:
     return [(choice,) for choice in sorted({choices[node] for choices in known})]
 
 
-def limit_variants(problem: Problem, known: list[Choices], solve: Solver) -> Choices | None:
+def limit_variants(
+    problem: Problem, known: list[Choices], solve: Solver, enough_seconds: float = -np.inf
+) -> Choices | None:
     """A good assignment that keeps all limits on variants, from `known` ones; None if none is found.
 
-    `solve` returns the choices of a problem without repeats, or None.
+    `solve` returns the choices of a problem without repeats, or None. The tied problem, the largest, is only solved where
+    the tuples of the `known` assignments alone do not give one of `enough_seconds`.
     """
     limited = tuple(n for n, repeat in enumerate(problem.repeats) if repeat.max_variants is not None)
     candidates = [choices for choices in known if problem.within_variants(choices) and _allowed(problem, choices)]
+    found = _shrink(problem, _pools(problem, limited, [*known, *candidates]), [*known, *candidates], solve)
+    if found is not None:
+        candidates.append(found)
+        if problem.cost_of(found) <= enough_seconds:
+            return found
     small, home = tied(problem, limited)
     alike = solve(small)
     if alike is not None:
         candidates.append(tuple(alike[new] for new in home))
+        found = _shrink(problem, _pools(problem, limited, [*known, *candidates]), [*known, *candidates], solve)
+        candidates += [] if found is None else [found]
+    return min(candidates, key=lambda choices: (problem.cost_of(choices), choices)) if candidates else None
+
+
+def _pools(problem: Problem, limited: tuple[int, ...], known: list[Choices]) -> dict[int, list[Choices]]:
+    """The tuples of each limited repeat in some assignments, those used most first."""
     pools = {}
     for number in limited:
         uses: Counter[Choices] = Counter()
-        for choices in (*known, *candidates):
+        for choices in known:
             uses.update(tuple(choices[node] for node in instance) for instance in problem.repeats[number].instances)
         order = {choices: index for index, choices in enumerate(uses)}
         pools[number] = sorted(uses, key=lambda tuple_: (-uses[tuple_], order[tuple_]))[:_MOST_TUPLES]
-    found = _shrink(problem, pools, [*known, *candidates], solve)
-    if found is not None:
-        candidates.append(found)
-    return min(candidates, key=lambda choices: (problem.cost_of(choices), choices)) if candidates else None
+    return pools
 
 
 def _allowed(problem: Problem, choices: Choices) -> bool:

@@ -16,6 +16,8 @@ from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Layout, Sh
 from autopar.strategies.cuts import LetterCuts, to_tensor
 from autopar.strategies.rule import Halo, Signature
 
+CHUNKS = "chunks"  # a form: by chunks of rows, and once more in backward
+
 
 @dataclass(frozen=True)
 class AxisChoice:
@@ -47,13 +49,15 @@ class AxisChoice:
 class Strategy:
     """One legal choice for an operator on all axes of the mesh, with the layouts of its tensors.
 
-    ``split`` gives each split letter its cut and into how many pieces all axes together cut it.
+    ``split`` gives each split letter its cut and into how many pieces all axes together cut it. ``form``: how it is computed
+    where there are several ways, :data:`CHUNKS` or, in the usual one, empty.
     """
 
     axes: tuple[AxisChoice, ...]
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     split: Mapping[str, tuple[Cut, int]]
+    form: str = ""
 
     @property
     def label(self) -> str:
@@ -135,7 +139,7 @@ def _split(signature: Signature, letter: str, cut: Cut, splits_batch: bool, axis
             return None
         elif reduced and index in signature.additive:
             inputs.append(PARTIAL)
-        elif reduced and letter in signature.replicated_after:
+        elif reduced and letter in signature.replicated_after and index not in signature.summed:
             inputs.append(REPLICATED)  # every device computes the same from it
         else:
             inputs.append(SUMMED_GRADIENT)

@@ -24,7 +24,7 @@ from typing import Any
 from autopar.graph import ITEM_BYTES, Operator, OpGraph, Ref, Slot, Value
 from autopar.strategies import elementwise
 from autopar.strategies.rule import Dim, Exchange, RuleFunction, Signature, Term
-from autopar.strategies.signatures import differentiated, needs_gradient, shape, signature
+from autopar.strategies.signatures import needs_gradient, shape, signature
 
 TARGET = "autopar.experts.default"
 LINEAR, MATMUL, BIAS = "linear", "matmul", "bias"  # steps of the body that read a parameter
@@ -74,20 +74,31 @@ def rows_graph(operator: Operator, graph: OpGraph) -> OpGraph:
     """The steps that are ATen operators as a graph of their own, on all rows: row value ``n`` is ``rn``."""
     tokens = graph.values[operator.inputs[0]]
     count = math.prod(shape(graph, operator.inputs[1]))
-    flows = differentiated(operator, graph)
-    values = {"r0": Value("r0", (count, tokens.shape[1]), tokens.dtype, flows, storage="r0")}
+    steps = body_steps(operator)
+    flows = _with_gradient(steps, needs_gradient(operator, graph))
+    values = {"r0": Value("r0", (count, tokens.shape[1]), tokens.dtype, 0 in flows, storage="r0")}
     operators = []
-    for step in body_steps(operator):
+    for step in steps:
         names = tuple(f"r{number}" for number in step.results)
         is_view = step.target in (CHUNK, SLICE)
-        for name, width, dtype in zip(names, step.widths, step.dtypes, strict=True):
+        for number, name, width, dtype in zip(step.results, names, step.widths, step.dtypes, strict=True):
             storage = values[f"r{next(step.rows())}"].storage if is_view else name
-            values[name] = Value(name, (count, width), dtype, flows and "float" in dtype, storage=storage)
+            values[name] = Value(name, (count, width), dtype, number in flows, storage=storage)
         if step.target not in (LINEAR, MATMUL, BIAS):
             args = tuple(_named(item) for item in step.args)
             kwargs = tuple((name, _named(item)) for name, item in step.kwargs)
             operators.append(Operator(names[0], step.target, args, kwargs, names))
     return OpGraph("experts", values, (), (), (), (), tuple(operators), (), None, 1)
+
+
+def _with_gradient(steps: Sequence[Step], wanted: Sequence[bool]) -> frozenset[int]:
+    """The row values through which a gradient flows. ``wanted``: of each tensor that the operator reads, whether it has one."""
+    found = {0} if wanted[0] else set()
+    for step in steps:
+        own = step.parameter is not None and wanted[NUM_ROUTING + step.parameter]
+        if own or not found.isdisjoint(step.rows()):
+            found.update(number for number, dtype in zip(step.results, step.dtypes, strict=True) if "float" in dtype)
+    return frozenset(found)
 
 
 def _named(item: Any) -> Any:
@@ -246,10 +257,10 @@ def _experts(operator: Operator, graph: OpGraph) -> Signature:
             for step in steps if step.parameter is not None}  # fmt: skip
     inputs: list[Term] = [(("t",), (tokens.shape[1],)), (("t",), (ids.shape[1],)), (("t",), (ids.shape[1],))]
     inputs += [(("e",), *dims[index]) for index in range(len(parameters))]
-    wanted = needs_gradient(operator, graph)
-    flops = [_flops(step, steps, graph, operator, wanted) for step in steps]
+    flows = _with_gradient(steps, needs_gradient(operator, graph))
+    flops = [_flops(step, graph, operator, flows) for step in steps]
     products = [step for step in steps if step.target in (LINEAR, MATMUL)]
-    matrices = {step.parameter for step in products if wanted[0] or step is not products[0]}  # kept for the rows' gradients
+    matrices = {step.parameter for step in products if not flows.isdisjoint(step.rows())}  # kept for the rows' gradients
     return signature(
         operator, graph, inputs, [(("t",), (output.shape[1],))], sizes, kind="matmul", joint=joint, apart=joint,
         experts=["e", *joint], exchanges=_exchanges(operator, graph, steps) if joint else (),
@@ -271,19 +282,17 @@ def _dims(step: Step, known: _Widths, given: tuple[int, ...]) -> tuple[Dim, ...]
     return (out, summed) if step.target == LINEAR else (summed, out)
 
 
-def _flops(
-    step: Step, steps: Sequence[Step], graph: OpGraph, operator: Operator, wanted: Sequence[bool]
-) -> tuple[float, float]:
+def _flops(step: Step, graph: OpGraph, operator: Operator, flows: frozenset[int]) -> tuple[float, float]:
     """Operations of a step on all rows, forward and backward."""
     rows = math.prod(shape(graph, operator.inputs[1]))
     if step.target not in (LINEAR, MATMUL):
         each = float(rows * sum(step.widths)) if step.target not in (BIAS, CHUNK, SLICE) else 0.0
-        return each, each
+        return each, each if not flows.isdisjoint(step.results) else 0.0
     assert step.parameter is not None
     place = NUM_ROUTING + step.parameter
     product = 2.0 * rows * math.prod(shape(graph, operator.inputs[place])[1:])
-    first = step is next(other for other in steps if other.target in (LINEAR, MATMUL))
-    return product, product * (int(wanted[place]) + int(wanted[0] or not first))
+    wanted = needs_gradient(operator, graph)[place]
+    return product, product * (int(wanted) + int(not flows.isdisjoint(step.rows())))
 
 
 def _exchanges(operator: Operator, graph: OpGraph, steps: Sequence[Step]) -> tuple[Exchange, ...]:
@@ -297,9 +306,11 @@ def _exchanges(operator: Operator, graph: OpGraph, steps: Sequence[Step]) -> tup
         Exchange("x", "all_to_all", (), num_experts * COUNT_BYTES),
         Exchange("x", "all_to_all", ("t",), there),
         Exchange("x", "all_to_all", ("t",), back),
-        Exchange("x", "all_to_all", ("t",), back, backward=True),
     ]
-    if needs_gradient(operator, graph)[0]:
+    flows = _with_gradient(steps, needs_gradient(operator, graph))
+    if steps[-1].results[-1] in flows:
+        found.append(Exchange("x", "all_to_all", ("t",), back, backward=True))
+    if 0 in flows:
         found.append(Exchange("x", "all_to_all", ("t",), there, backward=True))
     return tuple(found)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.graph import ITEM_BYTES, Operator, OpGraph
+from dataclasses import dataclass
+
+from autopar.graph import ITEM_BYTES, Operator, OpGraph, Ref
 from autopar.strategies.rule import Dim, Exchange, RuleFunction, Signature, Term
 from autopar.strategies.signatures import (
     is_floating,
@@ -17,6 +19,32 @@ from autopar.strategies.signatures import (
 
 NONE, MEAN, SUM = 0, 1, 2  # the codes of ATen's ``reduction`` argument
 COUNT_BYTES = 8
+FUSED = "autopar.linear_cross_entropy.default"  # strategies/logits.py
+
+
+@dataclass(frozen=True)
+class ClassLoss:
+    """What a loss of classes is given beside logits: the values of its labels and class weights, and its numbers."""
+
+    labels: str
+    weight: str | None
+    reduction: int
+    ignore_index: int
+    label_smoothing: float
+
+
+def class_loss(operator: Operator) -> ClassLoss:
+    """Of a cross-entropy of logits or of what they are made of, or a loss of log-probabilities; labels are classes."""
+    first = 3 if operator.target == FUSED else 1
+    labels, weight = operator.argument(first, "target"), operator.argument(first + 1, "weight")
+    assert isinstance(labels, Ref), "a loss has labels"
+    return ClassLoss(
+        labels.value,
+        weight.value if isinstance(weight, Ref) else None,
+        number(operator.argument(first + 2, "reduction", MEAN)),
+        int(operator.argument(first + 3, "ignore_index", -100)),
+        float(operator.argument(first + 4, "label_smoothing", 0.0)),
+    )
 
 
 def _cross_entropy(operator: Operator, graph: OpGraph) -> Signature | None:
@@ -27,21 +55,26 @@ def _cross_entropy(operator: Operator, graph: OpGraph) -> Signature | None:
     if terms is None:
         return None
     inputs, output, sizes, rows = terms
-    reduction = number(operator.argument(3, "reduction", MEAN))
     logits = graph.values[operator.inputs[0]]
     item = max(4, ITEM_BYTES[logits.dtype])  # half precision is exchanged as float32
-    weighted = place_in_inputs(operator, 2, "weight") is not None
-    count_bytes = ITEM_BYTES[logits.dtype] if weighted else COUNT_BYTES
-    exchanges = [
-        Exchange(letter, "all_reduce", (), count_bytes) for letter in sorted(letters_in(rows)) if reduction == MEAN
-    ]
-    per_row = tuple(letter for letter in sizes if letter in letters_in(rows))
-    smoothed = bool(operator.argument(5, "label_smoothing", 0.0))
-    exchanges.append(Exchange("v", "all_reduce", per_row, item, count=4 if smoothed else 3))
     return signature(
-        operator, graph, inputs, [output], sizes, exchanges=tuple(exchanges), replicated_after=("v",),
+        operator, graph, inputs, [output], sizes, exchanges=loss_exchanges(operator, rows, sizes, logits.dtype),
+        replicated_after=("v",),
         flops=4.0 * logits.num_elements, saves=range(1, len(inputs)), saves_extra_bytes=float(logits.num_bytes + item),
     )  # fmt: skip
+
+
+def loss_exchanges(operator: Operator, rows: Term, sizes: dict[str, int], dtype: str) -> tuple[Exchange, ...]:
+    """What a cross-entropy of logits of type ``dtype`` exchanges where rows are split, and classes, whose letter is ``v``."""
+    loss = class_loss(operator)
+    item = max(4, ITEM_BYTES[dtype])  # half precision is exchanged as float32
+    count_bytes = ITEM_BYTES[dtype] if loss.weight else COUNT_BYTES
+    exchanges = [
+        Exchange(letter, "all_reduce", (), count_bytes) for letter in sorted(letters_in(rows)) if loss.reduction == MEAN
+    ]
+    per_row = tuple(letter for letter in sizes if letter in letters_in(rows))
+    exchanges.append(Exchange("v", "all_reduce", per_row, item, count=4 if loss.label_smoothing else 3))
+    return tuple(exchanges)
 
 
 def _nll(operator: Operator, graph: OpGraph) -> Signature | None:

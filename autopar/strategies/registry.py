@@ -14,6 +14,7 @@ from autopar.strategies import (
     elementwise,
     experts,
     indexing,
+    logits,
     loss,
     normalization,
     pieces,
@@ -27,7 +28,7 @@ from autopar.strategies.signatures import written
 
 FAMILIES = (
     elementwise, views, contraction, normalization, attention, loss, indexing, pieces, reduction, creation, pooling, spectral,
-    experts,
+    experts, logits,
 )  # fmt: skip
 RULES: dict[str, RuleFunction] = {target: rule for family in FAMILIES for target, rule in family.RULES.items()}
 _registered: dict[str, RuleFunction] = {}  # by register_rule; read before the families' own

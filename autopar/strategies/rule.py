@@ -105,6 +105,32 @@ def in_whole_groups(cut: Cut, parts: int, group: int) -> bool:
 
 
 @dataclass(frozen=True)
+class Chunked:
+    """A product and what is made of its result, which may be computed by chunks of ``rows``: what is ``classes`` wide is then
+    never whole, and computed once more in backward.
+
+    ``width``: elements of a row from which its classes follow, of type ``dtype``; ``result``: the type that these are brought
+    to, ``wide`` that in which they are added up. The backward pass has so many ``products`` of ``product_flops`` each;
+    ``each_flops`` are those of what is made of one, on whole tensors. ``saved_extra_bytes`` are kept for backward beside the
+    saved inputs, on whole tensors. ``sums_apart``: gradients of the classes' parameters are summed up in another type than
+    theirs. ``is_offered``: whether chunks are a choice.
+    """
+
+    rows: tuple[str, ...]
+    classes: str
+    width: int
+    dtype: str
+    result: str
+    wide: str
+    products: int
+    product_flops: float
+    each_flops: float
+    saved_extra_bytes: float
+    sums_apart: bool
+    is_offered: bool
+
+
+@dataclass(frozen=True)
 class Signature:
     """One operator's rule, filled in with the sizes of its tensors.
 
@@ -118,7 +144,8 @@ class Signature:
     places in the whole tensor. ``joint`` letters stand for several others that are cut together, alike and in one piece a
     device (queries and keys, around a ring): one axis at the most splits such a letter. Of joint letters that are ``apart``
     the first one may be split by other axes too, and the others are cut plainly (tokens, and the experts that they travel to);
-    a device's work is its piece of the last one.
+    a device's work is its piece of the last one. ``summed`` inputs have a gradient that is a sum over the pieces of a letter
+    that they lack even where the result is the same on all. ``chunked``: the operator may be computed by chunks of rows, too.
     """
 
     inputs: tuple[Term, ...]
@@ -143,6 +170,8 @@ class Signature:
     counted: bool = False
     joint: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
+    summed: frozenset[int] = frozenset()
+    chunked: Chunked | None = None
 
     def splittable(self) -> tuple[str, ...]:
         """Letters that a strategy may split, in order of appearance, outputs first."""

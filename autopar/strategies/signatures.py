@@ -10,7 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autopar.graph import BatchLiteral, Operator, OpGraph, refs
-from autopar.strategies.rule import CostKind, Dim, Exchange, Halo, Signature, Term, letters_of, parse, shapes_of
+from autopar.strategies.rule import (
+    Chunked,
+    CostKind,
+    Dim,
+    Exchange,
+    Halo,
+    Signature,
+    Term,
+    letters_of,
+    parse,
+    shapes_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,6 +49,8 @@ class Extras(TypedDict, total=False):
     counted: bool
     joint: Mapping[str, tuple[str, ...]]
     apart: Iterable[str]
+    summed: Iterable[int]
+    chunked: Chunked | None
 
 
 def signature(
@@ -76,6 +89,8 @@ def signature(
         counted=extras.get("counted", False),
         joint=extras.get("joint", {}),
         apart=frozenset(extras.get("apart", ())),
+        summed=frozenset(extras.get("summed", ())),
+        chunked=extras.get("chunked"),
     )
 
 

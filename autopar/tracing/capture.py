@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.errors import AutoparError, InputError, TraceError
 from autopar.options import Precision
 from autopar.tracing.examples import Example, named_leaves
+from autopar.tracing.lines import noted_lines
 from autopar.tracing.own_gradients import no_own_gradients
 from autopar.tracing.source import line_of_error, without_wrapper
 from autopar.tracing.targets import dtype_name
@@ -199,6 +200,7 @@ def capture(
                 for shape, leaf in zip(shapes, example.tensors, strict=True)
             )
         wrapped = _Wrapped(model, example, loss_fn, precision, device)
+        stack.enter_context(noted_lines())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
         try:

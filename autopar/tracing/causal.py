@@ -56,10 +56,11 @@ _Known = Tensor | _Triangle | None  # None: not known, or too large
 def fold_causal_masks(lowered: Lowered) -> None:
     """Have attention called as causal where its mask is that."""
     masks = _Masks(lowered)
-    lowered.operators = [
-        _as_causal(operator) if operator.target == _ATTENTION and masks.is_causal(operator) else operator
-        for operator in lowered.operators
-    ]
+    with torch.device("cpu"):  # whatever the caller's default: masks are computed, not traced
+        lowered.operators = [
+            _as_causal(operator) if operator.target == _ATTENTION and masks.is_causal(operator) else operator
+            for operator in lowered.operators
+        ]
 
 
 def _as_causal(operator: Operator) -> Operator:
@@ -177,8 +178,9 @@ def _run(operator: Operator, tensors: list[Tensor]) -> Tensor:
 def _narrowed(tensor: Tensor) -> Tensor:
     """The tensor with every dim along which it does not change at size 1."""
     for dim, size in enumerate(tensor.shape):
-        if size > 1 and bool((tensor == tensor.narrow(dim, 0, 1)).all()):
-            tensor = tensor.narrow(dim, 0, 1)
+        first, last = tensor.narrow(dim, 0, 1), tensor.narrow(dim, size - 1, 1) if size else tensor
+        if size > 1 and torch.equal(first, last) and bool((tensor == first).all()):
+            tensor = first
     return tensor
 
 

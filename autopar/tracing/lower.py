@@ -38,6 +38,7 @@ from autopar.tracing.capture import Capture
 from autopar.tracing.causal import fold_causal_masks
 from autopar.tracing.dropped_attention import dropped_attention
 from autopar.tracing.experts import fold_experts
+from autopar.tracing.logits import only_loss
 from autopar.tracing.lowered import Lowered, Unknown, drop_dead
 from autopar.tracing.needs import Gradients
 from autopar.tracing.places import Place, View, memory_of, read, write
@@ -68,9 +69,10 @@ _Env = dict[torch.fx.Node, Any]
 MAX_CONSTANT_NUMBERS = 4096
 
 
-def lower(capture: Capture, input_paths: list[str], precision: Precision) -> Lowered:
-    """Turn a captured program into operators and values; dead operators are left out."""
-    lowering = _Lowering(capture, input_paths, precision)
+def lower(capture: Capture, input_paths: list[str], precision: Precision, outputs: str = "all") -> Lowered:
+    """Turn a captured program into operators and values; dead operators are left out. ``outputs``: which of the model's are
+    wanted beside the loss, ``all`` or none (``loss``)."""
+    lowering = _Lowering(capture, input_paths, precision, outputs)
     lowering.run()
     return lowering.lowered
 
@@ -78,8 +80,9 @@ def lower(capture: Capture, input_paths: list[str], precision: Precision) -> Low
 class _Lowering:
     """One pass over the fx graph. State: the places of the program so far, and the values that they have held."""
 
-    def __init__(self, capture: Capture, input_paths: list[str], precision: Precision) -> None:
+    def __init__(self, capture: Capture, input_paths: list[str], precision: Precision, outputs: str) -> None:
         self.capture = capture
+        self.outputs = outputs
         self.precision = precision
         self.lowered = Lowered()
         self.input_paths = iter(input_paths)
@@ -109,6 +112,8 @@ class _Lowering:
         self._note_updates()
         fold_experts(self.lowered)
         fold_causal_masks(self.lowered)
+        if self.outputs == "loss":
+            only_loss(self.lowered)
         drop_dead(self.lowered)
 
     # -- parameters, buffers, inputs, constants ------------------------------------------------------------------

@@ -12,9 +12,7 @@ Example::
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +20,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from autopar.collection import without_collection
+from autopar.errors import InputError
 from autopar.graph import Input, OpGraph, Value
 from autopar.options import Precision
 from autopar.tracing.batch import mark_batch
@@ -64,6 +64,7 @@ def trace(
     batch_dims: Mapping[str, int | None] | None = None,
     loss_fn: LossFunction | None = None,
     precision: Precision | None = None,
+    outputs: str = "all",
 ) -> Traced:
     """Trace a model's forward, and its loss, into a graph of ATen operators.
 
@@ -74,6 +75,8 @@ def trace(
     or tuple may then hold targets that forward does not take). By default the output's ``loss``, or a scalar output.
     ``precision``: the types that the forward computes in, by default the model's own. Floating-point inputs of the forward
     are then cast in the graph, and ``loss_fn`` gets the inputs as they are and outputs in float32 at least.
+    ``outputs``: ``all`` that the model returns, or the ``loss`` alone: what only other outputs need is then not computed, and
+    these are None.
 
     Raises :class:`~autopar.errors.InputError` for inputs that do not fit, :class:`~autopar.errors.TraceError` for a
     forward that depends on values. The model is the same object afterwards, with the same parameters.
@@ -85,9 +88,11 @@ def trace(
     def run(batch: int, cuts: Cuts) -> tuple[Capture, Lowered]:
         shapes = [_resized(leaf.value.shape, dims[leaf.path], batch) for leaf in example.tensors]
         captured = capture(model, example, shapes, loss_fn, cuts, policy)
-        return captured, lower(captured, [leaf.path for leaf in example.tensors], policy)
+        if outputs == "loss" and captured.loss_index is None:
+            raise InputError(f"outputs='loss': {type(model).__name__} returns no loss; give loss_fn=, or outputs='all'")
+        return captured, lower(captured, [leaf.path for leaf in example.tensors], policy, outputs)
 
-    with _without_collection():
+    with without_collection():
         captured, lowered = run(batch_size, {})
         order, groups = find_blocks(lowered)
         operators = {operator.id: operator for operator in lowered.operators}
@@ -116,7 +121,14 @@ def trace(
         warnings=tuple(warnings),
         training=model.training,
     )
-    return Traced(graph, lowered.tensors, example, captured.output_leaves, captured.output_structure)
+    return Traced(graph, lowered.tensors, example, _leaves(captured, lowered), captured.output_structure)
+
+
+def _leaves(captured: Capture, lowered: Lowered) -> tuple[Any, ...]:
+    """The leaves of the model's output: ``...`` for tensors that the graph has as outputs, None for those left out."""
+    kept = {output.path for output in lowered.outputs}
+    paths = iter(captured.output_paths)
+    return tuple((... if next(paths) in kept else None) if leaf is ... else leaf for leaf in captured.output_leaves)
 
 
 def _following(value: Value, batch_dims: tuple[int, ...]) -> Value:
@@ -125,18 +137,6 @@ def _following(value: Value, batch_dims: tuple[int, ...]) -> Value:
 
 def _resized(shape: Sequence[int], dim: int | None, batch: int) -> list[int]:
     return [batch if index == dim else int(size) for index, size in enumerate(shape)]
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Tracing makes millions of objects that live on; looking through them for garbage costs a tenth of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _containers(model: nn.Module) -> dict[str, int]:

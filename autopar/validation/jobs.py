@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError
 from autopar.validation.dims import ModelDims, ResNetDims
+from autopar.validation.elsewhere import completed
 from autopar.validation.hardware import cluster_of
-from autopar.validation.parts import Degrees
+from autopar.validation.parts import Degrees, LastAxis
 from autopar.validation.runs import Run, is_gated
 from autopar.validation.stacks import Stack, stack_of
 from cost_models import Cluster
@@ -52,30 +53,62 @@ def job_of(run: Run) -> Job:
 
     Raises NotModelled with the reason; ClusterError for an unknown device.
     """
+    run = completed(run)
     if run.fault:
         raise NotModelled(run.fault)
     if not run.was_run:
         raise NotModelled(f"nobody ran it: status {run.status!r}")
     if "LoRA" in run.text("model"):
         raise NotModelled("LoRA: most weights are frozen, and the row does not say which are added")
-    stack = stack_of(run.source)
+    stack = stack_of(run.source, run.text("notes"))
     dims = _dims(run, stack)
-    data, tensor, pipeline = degrees = _degrees(run)
+    last_axis = _last_axis(run, stack, dims)
+    data, tensor, pipeline = degrees = _degrees(run, on_data=last_axis != "forced")
     batch = run.count("global_batch")
     if batch is None:
         raise NotModelled("global_batch is blank or no whole number")
     compute, matmul = _types(run)
     zero, recompute = _zero(run, stack, degrees, batch), _recompute(run, stack)
+    _check_laid_out(dims, degrees, last_axis)
+    if data * tensor == 1:
+        last_axis = "forced"
     word = run.text("sequence_parallel").lower()
     sequence = tensor > 1 and (word == "yes" or (not word and stack.sequence_parallel))
     return Job(
-        dims, compute, matmul, cluster_of(run), stack, Degrees(data, tensor, zero, recompute, sequence), pipeline,
-        _chunks(run, pipeline), _samples(run, data, batch), batch, stack.expert_optimizer if _has_experts(dims) else "adamw",
+        dims, compute, matmul, cluster_of(run), stack, Degrees(data, tensor, zero, recompute, sequence, last_axis),
+        pipeline, _chunks(run, pipeline), _samples(run, data, batch), batch, _optimizer(stack, dims),
     )  # fmt: skip
 
 
-def _has_experts(dims: ModelDims | ResNetDims) -> bool:
-    return isinstance(dims, ModelDims) and dims.experts > 0
+def _optimizer(stack: Stack, dims: ModelDims | ResNetDims) -> str:
+    if isinstance(dims, ResNetDims):
+        return stack.image_optimizer
+    return stack.expert_optimizer if dims.experts else "adamw"
+
+
+def _last_axis(run: Run, stack: Stack, dims: ModelDims | ResNetDims) -> LastAxis:
+    """How the last axis of the mesh splits the model."""
+    method = re.search(r"method (?:parax\.)?(heuristic|auto_sharding)", run.text("notes"))
+    if not stack.solves or method is None:
+        return "forced"
+    plain = isinstance(dims, ModelDims) and not dims.experts
+    if method.group(1) == "heuristic":
+        return "longest"
+    return "forced" if plain and run.text("dp") + run.text("tp") else "free"
+
+
+def _check_laid_out(dims: ModelDims | ResNetDims, degrees: tuple[int, int, int], last_axis: LastAxis) -> None:
+    """Raises NotModelled: on these degrees it is not known how the model was split."""
+    _, tensor, pipeline = degrees
+    if last_axis != "forced" or tensor * pipeline == 1:
+        return
+    if isinstance(dims, ResNetDims):
+        raise NotModelled("a Wide-ResNet is priced on data ranks alone, or as its run's solver lays it out")
+    if dims.experts:
+        raise NotModelled(
+            "a mixture of experts is priced on data ranks alone, or as its run's solver lays it out: expert, tensor and "
+            "pipeline ranks are not"
+        )
 
 
 def _recompute(run: Run, stack: Stack) -> str:
@@ -87,13 +120,13 @@ def _zero(run: Run, stack: Stack, degrees: tuple[int, int, int], batch: int) -> 
     """The level of ZeRO.
 
     In a pipeline FSDP2 keeps parameters and gradients whole until the step's end, as ZeRO-1 does (torchtitan,
-    ``reshard_after_forward_policy``). Alpa's auto-sharding prefers reduce-scatter (benchmark/alpa/exp_intra_ablation.py),
-    which makes ZeRO-2 of what its rows leave blank, and ZeRO-1 where gradients are summed over micro-batches before.
+    ``reshard_after_forward_policy``). A stack that scatters makes ZeRO-2 of what its rows leave blank, and ZeRO-1 where
+    gradients are summed over micro-batches before.
     """
     data, _, pipeline = degrees
     if stack.per_operator and pipeline > 1:
         return 1
-    if stack.fuses and not run.text("zero_stage") and ("auto" in run.text("notes") or "parax" in run.text("notes")):
+    if stack.scatters and not run.text("zero_stage"):
         samples = _samples(run, data, batch)
         return 2 if samples is not None and samples * data >= batch else 1
     return run.zero
@@ -111,12 +144,8 @@ def _dims(run: Run, stack: Stack) -> ModelDims | ResNetDims:
     experts = run.count("n_experts") or 0
     if experts and "alpa" not in run.source.lower():
         raise NotModelled("a mixture of experts of another kind than GShard's: its routing is not priced")
-    if experts and (
-        layers % 2 or (run.count("tp") or 1) > 1 or (run.count("ep") or 1) > 1 or (run.count("pp") or 1) > 1
-    ):
-        raise NotModelled(
-            "a mixture of experts is priced on data ranks alone: expert, tensor and pipeline ranks are not"
-        )
+    if experts and layers % 2:
+        raise NotModelled(f"{layers} layers: a mixture of experts has them in every second layer; correct n_layers")
     ffn = run.count("ffn_hidden") or (8 if experts else 4) * hidden
     return ModelDims(
         layers, hidden, heads, run.count("kv_heads") or heads, ffn, vocab, length, is_gated(run), stack.fused_attention,
@@ -129,8 +158,6 @@ def _resnet(run: Run) -> ResNetDims:
     found = re.search(r"channels (\d+) width (\d+) image (\d+)", run.text("hidden"))
     if not found:
         raise NotModelled("a Wide-ResNet whose channels, width and image size the row does not say")
-    if (run.count("tp") or 1) > 1 or (run.count("pp") or 1) > 1:
-        raise NotModelled("a Wide-ResNet is priced on data ranks alone: how convolutions were split is not published")
     return ResNetDims(*(int(word) for word in found.groups()))
 
 
@@ -146,8 +173,9 @@ def _types(run: Run) -> tuple[str, str | None]:
     raise NotModelled(f"precision {run.text('precision')!r} is not known; give fp32, fp16, bf16 or fp8")
 
 
-def _degrees(run: Run) -> tuple[int, int, int]:
-    """Data, tensor and pipeline degrees whose product is the number of devices."""
+def _degrees(run: Run, on_data: bool) -> tuple[int, int, int]:
+    """Data, tensor and pipeline degrees whose product is the number of devices. ``on_data``: devices of which the row does not
+    say what they split are one axis, whatever it is called."""
     count = run.num_devices
     if not count:
         raise NotModelled("n_gpus is blank")
@@ -166,9 +194,11 @@ def _degrees(run: Run) -> tuple[int, int, int]:
     if count % known or (not blank and known != count):
         shown = ", ".join(f"{name}={value or 'blank'}" for name, value in given.items())
         raise NotModelled(f"{shown}: the product does not make n_gpus={count}; correct a degree")
+    if on_data and "dp" in blank:
+        blank = ["dp"]
     if len(blank) > 1 and count != known:
         raise NotModelled(f"{', '.join(blank)} blank: {count // known} devices may be divided in several ways")
-    rest = dict.fromkeys(blank, 1) | ({blank[0]: count // known} if len(blank) == 1 else {})
+    rest = dict.fromkeys(given, 1) | ({blank[0]: count // known} if len(blank) == 1 else {})
     data, tensor, pipeline = (given[name] or rest[name] for name in ("dp", "tp", "pp"))
     return data, tensor, pipeline
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import numpy as np
 
@@ -19,26 +20,30 @@ from autopar.costing.parameters import BUCKET_BYTES, ParameterChoice
 from autopar.costing.setting import Setting
 from autopar.errors import InfeasibleError
 from autopar.fitting import GATHERED, unlimited
-from autopar.graph import ITEM_BYTES, Block, OpGraph
+from autopar.graph import ITEM_BYTES, Block, Operator, OpGraph
 from autopar.layout import Layout, Shard, State
 from autopar.mesh import Mesh
 from autopar.options import Parallelism, PlanOptions
-from autopar.reshard import steps
+from autopar.reshard import is_one_gather, steps
 from autopar.solver import Problem, solve
 from cost_models import AxisCost, CollectiveKind, CostModel
 
+LastAxis = Literal["forced", "free", "longest"]
 RESIDUAL = ("aten.add.", "layer_norm", "rms_norm", "aten.embedding.")  # operators whose results are the residual stream
+IMAGES = ("aten.conv", "aten.max_pool")  # and those that would need their neighbours' rows
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """What is forced on the devices of one pipeline rank."""
+    """What is forced on the devices of one pipeline rank. ``last_axis`` of the mesh: splits what its degree says; whatever the
+    solver takes (``free``); or every parameter along its longest dim and all else as the solver takes it (``longest``)."""
 
     data: int
     tensor: int
     zero: int
     recompute: str
     sequence_parallel: bool
+    last_axis: LastAxis = "forced"
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,9 @@ class Part:
     of a forward pass's products with weights. ``num_operators`` that launch something in a forward pass; what parameters
     cost on the device itself for every micro-batch and once a step; bytes of parameters as they rest, working copies,
     gradients and states; bytes kept for each micro-batch in flight, and of one micro-batch while it is computed again; bytes
-    that the largest operator, and the parameters gathered around it, hold for a moment. What parameters send: gathered from
-    where they rest, of these what backward reads too, and their gradients.
+    that the largest operator holds for a moment, and those of the parameters gathered around one; bytes of parameters as
+    their readers use them, in the type in which they rest. What parameters send: gathered from where they rest, of these what
+    backward reads too, and their gradients.
     """
 
     forward_heavy_seconds: float = 0.0
@@ -83,12 +89,15 @@ class Part:
     kept_bytes: float = 0.0
     again_bytes: float = 0.0
     moment_bytes: float = 0.0
+    gathered_bytes: float = 0.0
+    used_bytes: float = 0.0
     gathers: tuple[Traffic, ...] = ()
     gathers_again: tuple[Traffic, ...] = ()
     reductions: tuple[Traffic, ...] = ()
 
 
 SENT = ("gathers", "gathers_again", "reductions")
+LARGEST = ("moment_bytes", "gathered_bytes")  # amounts of which parts together have the largest
 AMOUNTS = tuple(field.name for field in fields(Part) if field.name not in SENT)
 
 
@@ -110,8 +119,10 @@ def mesh_of(degrees: Degrees) -> tuple[Mesh, tuple[Role, ...]]:
     """Tensor ranks are neighbours, as in Megatron-LM."""
     sizes: list[tuple[int, Role]] = [(degrees.data, "data"), (degrees.tensor, "tensor")]
     axes = [(size, role) for size, role in sizes if size > 1] or [(1, "data")]
-    roles = tuple(role for _, role in axes)
-    return Mesh(tuple(size for size, _ in axes), roles), roles
+    names = roles = tuple(role for _, role in axes)
+    if degrees.last_axis != "forced":
+        roles = (*roles[:-1], "free")
+    return Mesh(tuple(size for size, _ in axes), names), roles
 
 
 def laid(
@@ -132,7 +143,7 @@ def laid(
     blocks = [block.path for group in prepared.graph.block_groups for block in group.blocks]
     setting = Setting(num_micro_batches, recompute=dict.fromkeys(blocks, degrees.recompute), turn=False)
     costed = build(prepared, mesh, roles, cost_model, options, setting)
-    problem = _as_megatron(costed, degrees.sequence_parallel)
+    problem = _as_laid_out(costed, degrees)
     choices = unlimited(replace(costed, problem=problem), np.inf, solve).assignment.choices
     if choices is None:
         raise InfeasibleError(
@@ -147,20 +158,23 @@ def blocks_of(graph: OpGraph) -> Sequence[Block]:
     return graph.block_groups[0].blocks if len(graph.block_groups) == 1 else ()
 
 
-def _as_megatron(costed: Costed, sequence_parallel: bool) -> Problem:
+def _as_laid_out(costed: Costed, degrees: Degrees) -> Problem:
     """The problem without choices that Megatron-LM does not make on tensor ranks: rows of the batch split, what norms,
-    residual sums and embeddings make split along the hidden dim, and, unless it is asked for, the sequence split."""
+    residual sums and embeddings make split along the hidden dim, and, unless it is asked for, the sequence split. On an axis
+    that is not forced images are not split along their height and width, for which published solvers have no halos, and
+    parameters only along their longest dim where that is said."""
     graph, costs = costed.prepared.graph, list(costed.problem.node_costs_seconds)
     made: dict[int, np.ndarray] = {}
-    for axis in (axis for axis, role in enumerate(costed.roles) if role == "tensor"):
+    for axis, role in ((axis, role) for axis, role in enumerate(costed.roles) if role in ("tensor", "free")):
         for operator in graph.operators:
             node = costed.nodes[operator.id]
             key = id(costs[node])
             if key not in made:
-                whole = any(word in operator.target for word in RESIDUAL)
-                dims = [_unusual_dims(graph.values[v].shape, whole, sequence_parallel) for v in operator.outputs if v]
+                dims = _unusual_dims(operator, graph, role, degrees.sequence_parallel)
+                longest = _longest_dims(operator, graph) if degrees.last_axis == "longest" and role == "free" else {}
                 unusual = [
                     any(_splits(layout[axis], some) for layout, some in zip(strategy.outputs, dims, strict=True))
+                    or any(not _splits(strategy.inputs[place][axis], {dim}) for place, dim in longest.items())
                     for strategy in costed.operator_table(operator.id).strategies
                 ]
                 made[key] = np.where(unusual, np.inf, costs[node])
@@ -168,10 +182,22 @@ def _as_megatron(costed: Costed, sequence_parallel: bool) -> Problem:
     return replace(costed.problem, node_costs_seconds=tuple(costs))
 
 
-def _unusual_dims(shape: Sequence[int], whole: bool, sequence_parallel: bool) -> set[int]:
-    """Dims of an operator's result that Megatron-LM does not split. ``whole``: it is one of the residual stream."""
-    found = set(range(len(shape))) if whole else {0, 1} if len(shape) == 3 else {0}
-    return found - {1} if sequence_parallel and len(shape) == 3 else found
+def _unusual_dims(operator: Operator, graph: OpGraph, role: Role, sequence_parallel: bool) -> list[set[int]]:
+    """Dims of each of an operator's results that are not split on an axis of this role."""
+    shapes = [graph.values[value].shape for value in operator.outputs if value]
+    if role == "free":
+        return [{2, 3} if any(word in operator.target for word in IMAGES) else set() for _ in shapes]
+    whole = any(word in operator.target for word in RESIDUAL)
+    found = [set(range(len(shape))) if whole else {0, 1} if len(shape) == 3 else {0} for shape in shapes]
+    return [
+        dims - {1} if sequence_parallel and len(shape) == 3 else dims for dims, shape in zip(found, shapes, strict=True)
+    ]
+
+
+def _longest_dims(operator: Operator, graph: OpGraph) -> dict[int, int]:
+    """Places among an operator's inputs of parameters with two dims or more, and the longest dim of each."""
+    shapes = {place: graph.values[value].shape for place, value in enumerate(operator.inputs) if value in graph.parameter_of}
+    return {place: max(range(len(shape)), key=shape.__getitem__) for place, shape in shapes.items() if len(shape) > 1}
 
 
 def _splits(state: State, dims: set[int]) -> bool:
@@ -204,7 +230,7 @@ class _Taken:
         shared = [p.value for p in self.graph.parameters if len(self._parts_reading(p.value)) > 1]
         embedding = self._part("embedding")
         different = together([(embedding, 1), (first, 1), (last, -1)])
-        different = replace(different, moment_bytes=embedding.moment_bytes)
+        different = replace(different, **{name: getattr(embedding, name) for name in LARGEST})
         return Laid(
             different, last, self._part("head"), self._part("loss"), self._parameters(shared),
             tuple(self.costed.conversions.axes), float(boundary),
@@ -310,9 +336,15 @@ class _Taken:
         return Part(
             each_seconds=max(0.0, (float(table.seconds[choice]) - once) / self.count - sent_each),
             once_seconds=max(0.0, once - sent_once), parameter_bytes=stored, copy_bytes=copy, gradient_bytes=gradient,
-            state_bytes=states, moment_bytes=GATHERED * float(table.transient_bytes[choice]), gathers=gathers,
-            gathers_again=gathers if saved else (), reductions=reductions,
+            state_bytes=states, gathered_bytes=GATHERED * float(table.transient_bytes[choice]),
+            used_bytes=self._used_bytes(value, chosen), gathers=gathers, gathers_again=gathers if saved else (),
+            reductions=reductions,
         )  # fmt: skip
+
+    def _used_bytes(self, value: str, chosen: ParameterChoice) -> float:
+        described, master = self.graph.values[value], self.graph.parameter_of[value].master
+        elements = self.costed.conversions.local_elements(described.shape, chosen.use)
+        return float(elements) * ITEM_BYTES[master or described.dtype]
 
     def _traffic(self, value: str, chosen: ParameterChoice) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
         """What one gather of a parameter, and one reduction of its gradient, sends."""
@@ -322,22 +354,24 @@ class _Taken:
         gathers: list[Traffic] = []
         reductions: list[Traffic] = []
         current: Layout = chosen.storage
-        for step in steps(chosen.storage, chosen.use):
+        way = steps(chosen.storage, chosen.use)
+        shared = chosen.zero != 3 and is_one_gather(way)  # with others, in a bucket
+        for step in way:
             size, axis = conversions.mesh.shape[step.axis], conversions.axes[step.axis]
             elements = float(conversions.local_elements(described.shape, current))
             if step.name == "copy_to" and size > 1:
-                seconds = float(axis.seconds("all_reduce", BUCKET_BYTES)) * elements * wide / BUCKET_BYTES
-                reductions.append(Traffic(step.axis, "all_reduce", elements * wide, seconds, seconds))
+                reductions.append(_collective(axis, step.axis, "all_reduce", elements * wide, in_bucket=True))
             if step.name == "all_gather" and size > 1:
-                gathers.append(_alone(axis, step.axis, "all_gather", elements * item * size))
-                reductions.append(_alone(axis, step.axis, "reduce_scatter", elements * wide * size))
+                gathers.append(_collective(axis, step.axis, "all_gather", elements * item * size, shared))
+                reductions.append(_collective(axis, step.axis, "reduce_scatter", elements * wide * size, shared))
             current = (*current[: step.axis], step.target, *current[step.axis + 1 :])
         return tuple(gathers), tuple(reductions)
 
 
-def _alone(cost: AxisCost, axis: int, kind: CollectiveKind, num_bytes: float) -> Traffic:
-    """One collective."""
-    seconds = float(cost.seconds(kind, num_bytes))
+def _collective(cost: AxisCost, axis: int, kind: CollectiveKind, num_bytes: float, in_bucket: bool) -> Traffic:
+    """One collective, or its part of one of a bucket."""
+    sent, share = (BUCKET_BYTES, num_bytes / BUCKET_BYTES) if in_bucket else (num_bytes, 1.0)
+    seconds = float(cost.seconds(kind, sent)) * share
     return Traffic(axis, kind, num_bytes, seconds, seconds)
 
 
@@ -349,7 +383,8 @@ def together(parts: Iterable[tuple[Part, float]]) -> Part:
     """Parts that many times each; what is held for a moment is that of the largest."""
     some = [(part, times) for part, times in parts]
     amounts = {name: sum(getattr(part, name) * times for part, times in some) for name in AMOUNTS}
-    amounts["moment_bytes"] = max((part.moment_bytes for part, times in some if times > 0), default=0.0)
+    for name in LARGEST:
+        amounts[name] = max((getattr(part, name) for part, times in some if times > 0), default=0.0)
     gathers, again, reductions = (
         tuple(_often(one, times) for part, times in some for one in getattr(part, name)) for name in SENT
     )

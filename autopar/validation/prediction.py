@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from autopar.batching import at_batch
 from autopar.costing import Prepared, prepare
-from autopar.graph import OpGraph
+from autopar.graph import ITEM_BYTES, OpGraph
 from autopar.validation.dims import ModelDims, ResNetDims
 from autopar.validation.jobs import Job, NotModelled, in_type
 from autopar.validation.models import traced
@@ -199,6 +199,8 @@ def stage_times(stage: Part, blocks: int, job: Job) -> StageTimes:
     gather, again, reduce = (_sent_seconds(getattr(stage, name), job) for name in SENT)
     once = stage.once_seconds
     zero = job.degrees.zero
+    if stack.gathers_once and job.degrees.recompute != "full":
+        again = 0.0
     if zero == 3:
         forward, backward = beside(forward, gather, stack.overlap), beside(backward, again + reduce, stack.overlap)
     elif zero == 2:
@@ -246,11 +248,31 @@ def memory(parts: Laid, stages: Sequence[Part], schedule: str, job: Job, num_mic
     """Bytes of the fullest device."""
     pipeline = job.pipeline
     flying = in_flight(schedule, pipeline, len(stages), min(num_micro_batches, LONG * pipeline))
-    gradients = job.stack.gradients.get(job.compute)
     ranks = [0.0] * pipeline
     for index, (stage, count) in enumerate(zip(stages, flying, strict=True)):
-        gradient = stage.gradient_bytes * (gradients.kept_bytes / MASTER_BYTES if gradients else 1.0)
-        kept = stage.parameter_bytes + stage.copy_bytes + gradient + stage.state_bytes + stage.kept_bytes * count
-        again = parts.block.moment_bytes + max(0.0, parts.block.again_bytes)  # while a block's backward pass runs
-        ranks[index % pipeline] += kept + max(again, stage.moment_bytes)
+        kept = resting_bytes(stage, job) + gradient_bytes(stage, job) + stage.state_bytes + stage.kept_bytes * count
+        again = held_bytes(parts.block, job) + max(0.0, parts.block.again_bytes)  # while a block's backward pass runs
+        ranks[index % pipeline] += kept + max(again, held_bytes(stage, job))
     return max(ranks) * (1 + job.stack.memory_share) + job.stack.memory_bytes
+
+
+def resting_bytes(stage: Part, job: Job) -> float:
+    """Bytes of a stage's parameters, masters and working copies."""
+    zero = job.degrees.zero
+    if job.stack.half_copies and zero == 3 and job.compute != "float32":
+        return stage.parameter_bytes * (1 + ITEM_BYTES[job.compute] / MASTER_BYTES)
+    if job.stack.half_copies and zero in (1, 2) and job.compute == "float32":
+        return stage.used_bytes
+    return stage.parameter_bytes + stage.copy_bytes
+
+
+def gradient_bytes(stage: Part, job: Job) -> float:
+    """Bytes of a stage's gradients as the stack keeps them."""
+    gradients = job.stack.gradients.get(job.compute)
+    num_bytes = stage.used_bytes if job.stack.whole_gradients else stage.gradient_bytes
+    return num_bytes * (gradients.kept_bytes / MASTER_BYTES if gradients else 1.0)
+
+
+def held_bytes(part: Part, job: Job) -> float:
+    """Bytes that the largest operator, and the parameters gathered around it, hold for a moment."""
+    return part.moment_bytes if job.stack.whole_gradients else max(part.moment_bytes, part.gathered_bytes)

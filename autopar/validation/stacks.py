@@ -30,10 +30,16 @@ class Stack:
     ``splits_messages``: pipeline messages are cut over tensor ranks. ``per_operator``: selective recomputation keeps the
     results of attention and of every second product and computes all else again. ``fuses``: a compiler computes elementwise
     operators where they are read, so that even without recomputation it keeps what selective recomputation keeps.
-    ``device_share``: of the device's memory that the program may take. ``fused_loss``: one kernel on half-precision logits,
-    which it overwrites with their gradient. ``sequence_parallel``: on tensor ranks, unless a run says otherwise;
-    ``gathers_again``: what it gathers in front of a product is gathered again in backward, not kept. ``expert_optimizer``: of
-    mixtures of experts.
+    ``whole_gradients``: all gradients are reduced together at the step's end and kept whole until then, whatever the level of
+    ZeRO; a gathered parameter makes place for its gradient. ``gathers_once``: under ZeRO-3 a parameter is gathered once for
+    both passes where blocks are not computed again. ``half_copies``: parameters in half precision rest beside their masters,
+    under ZeRO-3 too; parameters in float32 are their own masters. ``scatters``: gradients are scattered, and the optimizer's
+    work and states with them, where a run does not say its level of ZeRO. ``solves``: on the last axis of the mesh, runs whose
+    notes say ``auto_sharding`` are laid out by a solver (plain transformers where the row has no degrees), those whose notes
+    say ``heuristic`` by their parameters' longest dims. ``device_share``: of the device's memory that the program may take.
+    ``fused_loss``: one kernel on half-precision logits, which it overwrites with their gradient. ``sequence_parallel``: on
+    tensor ranks, unless a run says otherwise; ``gathers_again``: what it gathers in front of a product is gathered again in
+    backward, not kept. ``expert_optimizer``: of mixtures of experts, ``image_optimizer``: of convolutional models.
 
     Figures. ``overlap``: share of the traffic of parameters and gradients that runs beside computing. ``host_seconds``: that
     the host takes to start an operator, and ``pass_seconds`` to start a pass of a micro-batch through a stage; a pass does not
@@ -52,11 +58,17 @@ class Stack:
     splits_messages: bool = False
     per_operator: bool = False
     fuses: bool = False
+    whole_gradients: bool = False
+    gathers_once: bool = False
+    half_copies: bool = False
+    scatters: bool = False
+    solves: bool = False
     device_share: float = 1.0
     fused_loss: bool = False
     sequence_parallel: bool = False
     gathers_again: bool = False
     expert_optimizer: str = "adamw"
+    image_optimizer: str = "adamw"
     overlap: float = 0.0
     host_seconds: float = 0.0
     pass_seconds: float = 0.0
@@ -115,17 +127,21 @@ FSDP = Stack(
     overlap=0.95,
     light_passes=1.9,
 )
-# Compiled, so that elementwise operators are fused. Its selective activation checkpointing keeps a list of operators, and every
-# second product (torchtitan/models/llama3/parallelize.py).
-# Its memory is what the allocator reserved; its fragmentation is taken to be that of BigScience, the same allocator.
+# Compiled, so that elementwise operators are fused, and since April 2025 the loss too (torchtitan pull request 1033). Its
+# selective activation checkpointing keeps a list of operators, and every second product
+# (torchtitan/models/llama3/parallelize.py). Its memory is what the allocator reserved; its fragmentation is taken to be that of
+# BigScience, the same allocator.
 FSDP2 = replace(
     FSDP,
     name="FSDP2",
-    source="pytorch/torchtitan@820504e2; figures of FSDP",
-    fused_loss=False,
+    source="pytorch/torchtitan@e7c0cae9; figures of FSDP",
     per_operator=True,
     light_passes=1.0,
     memory_share=BIGSCIENCE.memory_share,
+)
+# torchtitan's runs of 2024, whose loss was not compiled (train.py of 820504e2).
+FSDP2_2024 = replace(
+    FSDP2, name="FSDP2 of 2024", source="pytorch/torchtitan@820504e2; figures of FSDP", fused_loss=False
 )
 # Distributed optimizer with overlapped reduction; TransformerEngine's fused kernels.
 MEGATRON_CORE = replace(
@@ -138,7 +154,15 @@ MEGATRON_CORE = replace(
     light_passes=1.0,
 )
 # XLA; JAX takes 90% of the device's memory at the start (XLA_PYTHON_CLIENT_MEM_FRACTION). Mixtures of experts are trained with
-# Adafactor, whose factored state is next to nothing, as is that of sgd (benchmark/alpa/benchmark_one_case_moe.py).
+# Adafactor, whose factored state is next to nothing, as is that of sgd (benchmark/alpa/benchmark_one_case_moe.py), Wide-ResNets
+# with momentum (benchmark_2d_one_case_wresnet.py). A step is one program. Its reductions are combined without a bound
+# (alpa/shard_parallel/auto_sharding.py, ``combiner::all_reduce_threshold`` 1 << 60), so that every gradient waits for the last
+# one. The partitioner gathers a parameter once for all its readers, but blocks that are computed again read theirs behind an
+# opaque identity (alpa/monkey_patch.py, ``_remat_using_identity``) and so gather again. fp16 parameters are inputs and outputs
+# of the step beside ``master_copy`` (alpa/model/model_util.py, ``TrainState``). All suites but those of data parallelism set
+# ``prefer_reduce_scatter`` (suite_manual_gpt.py, exp_intra_ablation.py); the latter forces the batch onto the first axis for
+# GPT alone under auto_sharding, and its heuristic splits every parameter along the longest dim (tensorflow-alpa,
+# auto_sharding.cc, ``shard-largest``).
 ALPA = Stack(
     "Alpa",
     "alpa-projects/alpa@8350d913 (XLA, V100); figures fitted",
@@ -146,18 +170,29 @@ ALPA = Stack(
     gradients=MappingProxyType({"float16": Gradients(2, 2)}),
     flat_parameters=True,
     fuses=True,
+    whole_gradients=True,
+    gathers_once=True,
+    half_copies=True,
+    scatters=True,
+    solves=True,
     device_share=0.9,
     expert_optimizer="sgd",
-    light_passes=1.2,
-    loss_passes=3.7,
+    image_optimizer="sgd_momentum",
+    loss_passes=2.7,
 )
 
 BY_SOURCE = (
     ("vtrain", MEGATRON_DEEPSPEED), ("bigscience", BIGSCIENCE), ("megatron-lm", MEGATRON), ("korthikanti", MEGATRON),
-    ("nemo", MEGATRON_CORE), ("megatron-bridge", MEGATRON_CORE), ("mosaicml", FSDP), ("torchtitan", FSDP2), ("alpa", ALPA),
+    ("nemo", MEGATRON_CORE), ("megatron-bridge", MEGATRON_CORE), ("mosaicml", FSDP),
+    ("torchtitan benchmarks 2024", FSDP2_2024), ("torchtitan", FSDP2), ("alpa", ALPA),
 )  # fmt: skip
+# What a source compares itself with, by words of its notes.
+BY_METHOD = (("method megatron", MEGATRON), ("method deepspeed", MEGATRON_DEEPSPEED))
 
 
-def stack_of(source: str) -> Stack:
-    """The software of a source, by the first known word in its name; autopar's own ways for others."""
-    return next((stack for word, stack in BY_SOURCE if word in source.lower()), AUTOPAR)
+def stack_of(source: str, notes: str = "") -> Stack:
+    """The software of a run: what its notes say, else by the first known word in its source's name; autopar's own ways for
+    others."""
+    words = [(word, stack) for word, stack in BY_METHOD if word in notes.lower()]
+    words += [(word, stack) for word, stack in BY_SOURCE if word in source.lower()]
+    return words[0][1] if words else AUTOPAR

@@ -83,9 +83,10 @@ def _plan(job: Job, prediction: Prediction) -> str:
     degrees = job.degrees
     zero = f", ZeRO {degrees.zero}" if degrees.data > 1 else ""
     sequence = " with sequence" if degrees.sequence_parallel else ""
+    last = {"forced": "", "free": " laid out by a solver", "longest": " along longest dims"}[degrees.last_axis]
     return (
-        f"data {degrees.data}{zero}, tensor {degrees.tensor}{sequence}, pipeline {job.pipeline} of {prediction.chunks} stages "
-        f"a rank, micro-batch {prediction.samples:g}, {degrees.recompute} recomputed"
+        f"data {degrees.data}{zero}, tensor {degrees.tensor}{sequence}{last}, pipeline {job.pipeline} of "
+        f"{prediction.chunks} stages a rank, micro-batch {prediction.samples:g}, {degrees.recompute} recomputed"
     )
 
 

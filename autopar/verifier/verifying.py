@@ -66,7 +66,9 @@ def verify(
     and what the program itself raises. Inequality is no error: see :meth:`Verification.require`.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    traced = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=plan.precision)
+    traced = trace(
+        model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=plan.precision, outputs=plan.outputs
+    )
     return verify_traced(
         model,
         traced,

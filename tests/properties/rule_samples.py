@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.graph import DeviceArgument, TorchName
 from autopar.strategies import elementwise
+from autopar.strategies.loss import FUSED
 from autopar.strategies.registry import RULES
 from tests.properties.mixture_samples import mixtures
 from tests.properties.sample import F32, B, C, Given, I, N, Sample, T
@@ -259,9 +260,25 @@ def _losses() -> None:
     _add("cross_entropy_loss", T(5, 7, 6), I(7, 5, 6))
     _add("cross_entropy_loss", T(7), I(7))
     _add("nll_loss_nd nll_loss2d", T(3, 7, 4, 5), I(7, 3, 4, 5), N(7), 2)
+    _linear_losses()
     _add("mse_loss", T(6, 8), T(6, 8), meshes=NESTED)
     _add("huber_loss", T(5, 7), T(5, 7), 1, 0.3)
     _add("kl_div", T(5, 7), N(5, 7), 1, log_target=True)
+
+
+def _linear_losses() -> None:
+    """Rows of a width smaller than the number of classes, which makes several chunks."""
+    for x, weight, bias, labels, classes, *numbers in (
+        (T(10, 3), T(7, 3), None, I(7, 10), None, 1, -100, 0.0),
+        (T(10, 3), T(8, 3), T(8), I(8, 10), None, 2, 3, 0.0),
+        (T(4, 5, 3), T(8, 3), None, I(8, 4, 5), N(8), 1, 2, 0.1),
+        (T(4, 5, 3), T(8, 3), T(8), I(8, 4, 5), None, 2, -100, 0.2),
+        (T(10, 3), N(7, 3), None, I(7, 10), None, 1, -100, 0.0),
+        (T(10, 3), T(7, 3), None, I(7, 10), None, 1, -100, 0.0, TorchName("torch.float32")),
+    ):
+        dtype = numbers[3] if len(numbers) > 3 else None
+        args = (x, weight, bias, labels, classes, *numbers[:3], dtype)
+        _found.append(Sample(FUSED, args, (), NESTED[:1] if classes is None else ()))
 
 
 def _indexing() -> None:

@@ -13,6 +13,7 @@ import torch
 from autopar.graph import BatchLiteral, DeviceArgument, Operator, OpGraph, Ref, Slot, TorchName
 from autopar.runtime.draws import Draws
 from autopar.runtime.random import whole_dropout
+from autopar.strategies.loss import FUSED
 
 
 def run_graph(graph: OpGraph, values: Mapping[str, torch.Tensor], batch: int | None = None) -> dict[str, torch.Tensor]:
@@ -56,6 +57,10 @@ def run_operator(
     kwargs = {name: to_torch(item) for name, item in operator.kwargs}
     if operator.target == "autopar.experts.default":
         return [_mixture(*args)]
+    if operator.target == FUSED:
+        x, weight, bias, labels, class_weight, reduction, ignored, smoothing, dtype = args
+        logits = torch.nn.functional.linear(x, weight, bias).to(dtype or x.dtype).flatten(0, -2)
+        return [torch.ops.aten.cross_entropy_loss(logits, labels.flatten(), class_weight, reduction, ignored, smoothing)]
     function: Any = torch.ops
     for part in operator.target.split("."):
         function = getattr(function, part)

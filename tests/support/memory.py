@@ -55,6 +55,8 @@ class Case:
     precision: str = "model"
     dropout: float = 0.0  # of GPT-2
     num_devices: int = NUM_DEVICES
+    logits: str | None = None  # only the loss is wanted, and logits are whole or in chunks
+    offload: str = "none"  # of a CPU process, whose host it is itself
 
     @property
     def num_stages(self) -> int:
@@ -65,8 +67,17 @@ class Case:
         way = f"{self.axis}={self.num_devices}" if self.axis else f"{self.num_devices} stages {self.schedule}"
         zero = f" ZeRO-{self.zero}" if self.zero else ""
         types = "" if self.precision == "model" else f", {self.precision}"
+        away = "" if self.offload == "none" else f", offload {self.offload}"
         drops = f", dropout {self.dropout}" if self.dropout else ""
-        return f"{self.family} {way}{zero}, {self.num_micro_batches} micro-batches, recompute {self.recompute}{types}{drops}"
+        logits = f", logits {self.logits}" if self.logits else ""
+        steps = f"{self.num_micro_batches} micro-batches, recompute {self.recompute}"
+        return f"{self.family} {way}{zero}, {steps}{types}{drops}{logits}{away}"
+
+    @property
+    def options(self) -> PlanOptions:
+        """What is forced of the plan of a stage."""
+        parallelism = Parallelism(zero=self.zero, logits=self.logits)
+        return PlanOptions(parallelism=parallelism, outputs="loss" if self.logits else "all", offload=self.offload)
 
 
 CASES = (
@@ -87,6 +98,12 @@ DROPOUT_CASES = (
     Case("gpt2", "data", dropout=0.1),
     Case("gpt2", "data", num_micro_batches=4, zero=2, recompute="selective", dropout=0.1),
     Case("gpt2", "tensor", num_micro_batches=4, recompute="full", dropout=0.1),
+)
+OFFLOAD_CASES = (
+    Case("gpt2", "data", num_micro_batches=4, zero=1, offload="optimizer"),
+    Case("llama", "data", zero=3, offload="optimizer"),
+    Case("gpt2", "data", precision="bfloat16", offload="optimizer"),
+    Case("llama", schedule="1f1b", num_micro_batches=4, precision="bfloat16", offload="optimizer"),
 )
 MIXED_CASES = (
     Case("gpt2", "data", precision="bfloat16"),
@@ -120,7 +137,7 @@ class Compared:
 def compare(case: Case) -> list[Compared]:
     """Predict and measure a case on each of its pipeline ranks."""
     model, batch = make_model(case)
-    traced = trace(model, batch, precision=PRECISIONS[case.precision])
+    traced = trace(model, batch, precision=PRECISIONS[case.precision], outputs=case.options.outputs)
     plan, candidates = planned(case, traced)
     source = generate(plan, traced.graph)
     found = []
@@ -167,8 +184,9 @@ def planned(case: Case, traced: Traced) -> tuple[Plan, list[Candidate]]:
     unit = mesh.num_devices if role == "data" else 1
     size = micro_batch_sizes(graph.batch_size, case.num_micro_batches, unit)[0]
     graphs = stage_graphs(at_batch(graph, size), cuts)
-    model = CostModel(Cluster.homogeneous(num_nodes=case.num_stages, devices_per_node=mesh.num_devices))
-    options = PlanOptions(parallelism=Parallelism(zero=case.zero))
+    device = "H100-SXM" if case.offload == "none" else "CPU-core"
+    model = CostModel(Cluster.homogeneous(num_nodes=case.num_stages, devices_per_node=mesh.num_devices, device=device))
+    options = case.options
     boundary = {value: boundary_of(stage.values[value], mesh) for stage in graphs for value in stage.sent}
     flying = in_flight(case.schedule, case.num_stages, case.num_stages, case.num_micro_batches)
     found = []

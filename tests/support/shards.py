@@ -25,7 +25,7 @@ from autopar.graph import Operator, OpGraph, Ref, Value
 from autopar.layout import PARTIAL, SUMMED_GRADIENT, Cut, Layout, Split, Whole, indices, splits_of
 from autopar.mesh import Mesh
 from autopar.simulation import run_ranks
-from autopar.strategies.choices import Strategy, axis_choices, strategies
+from autopar.strategies.choices import CHUNKS, Strategy, axis_choices, strategies
 from autopar.strategies.cuts import LetterCuts, fits_joint, widen
 from autopar.strategies.registry import signature_of
 from autopar.strategies.rule import Signature
@@ -33,7 +33,7 @@ from tests.properties.rule_samples import Given, Sample
 from tests.support.interpret import run_operator
 
 TALKS = frozenset(  # functions of the runtime that exchange tensors
-    {"batch_norm", "cross_entropy", "experts", "group_norm", "halo", "ring_attention"}
+    {"batch_norm", "cross_entropy", "experts", "group_norm", "halo", "linear_cross_entropy", "ring_attention"}
 )
 NAMES = ("one", "two", "three")
 MOST_ON_TWO_AXES = 24  # strategies of one sample
@@ -207,6 +207,8 @@ def check_sample(
     if len(mesh_shape) > 1:  # what one axis does is tried on one axis
         found = [strategy for strategy in found if all(choice.letter for choice in strategy.axes)]
         found = found[:: -(-len(found) // MOST_ON_TWO_AXES)]
+    if signature is not None and signature.chunked is not None and signature.chunked.is_offered:
+        found = [*found, *(replace(strategy, form=CHUNKS) for strategy in found)]
     for strategy in found:
         check_strategy(whole, strategy, mesh_shape, str(sample))
     return len(found)
@@ -215,7 +217,7 @@ def check_sample(
 def check_strategy(whole: OnOneDevice, strategy: Strategy, mesh_shape: tuple[int, ...], what: str) -> None:
     """Run one strategy on all devices and compare outputs and gradients with those of one device."""
     mesh = Mesh(mesh_shape, NAMES[: len(mesh_shape)])
-    scope = Scope(mesh, 1)
+    scope = Scope(mesh, 1, forms={whole.operator.id: strategy.form})
     names = [f"x{index}" for index in range(len(whole.inputs))]
     text = call(whole.operator, names, strategy.inputs, strategy.outputs, whole.graph, mesh, scope)
     source = "\n".join([*scope.constants(), "", f"def local({', '.join(names)}): return {text}"])
@@ -254,7 +256,7 @@ def check_strategy(whole: OnOneDevice, strategy: Strategy, mesh_shape: tuple[int
     tolerance = 1e-5 if single else 1e-10
 
     def described() -> str:
-        return f"{what} on {mesh}, split {strategy.label!r}: {text}"
+        return f"{what} on {mesh}, split {strategy.label!r} {strategy.form}: {text}"
 
     try:
         if scope.runtime_names & TALKS and mesh.num_devices > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -40,6 +41,7 @@ from cost_models.parts import Device
 NUM_RANKS = 2
 ROUNDS = 5
 WARM_UP_STEPS = 2
+SHORT_SECONDS = 0.2  # a step that takes less is run several times, to warm up and to be timed
 DISTURBED = 0.05  # a step in which a process waits for a core for a larger part of the time is run again
 QUIET_SECONDS = 0.15  # without other work, before a step is run
 GIVES_WAY = 10  # niceness from which other work gives way to ours
@@ -214,19 +216,32 @@ def _least_disturbed(step: Callable[[], object], patience: Patience) -> tuple[fl
     while not found or (found[-1][0] > DISTURBED and not is_over):
         if dist.get_rank() == 0:
             patience.wait()
-        dist.barrier()
-        step()  # the memory of the other plans' steps is not that of this one's: a step of training follows its own like
+        times = _times(step)  # the memory of other plans' steps is not that of this one's: a step of training follows its like
         dist.barrier()
         start, before = time.perf_counter(), _waited_seconds()
-        step()
+        for _ in range(times):
+            step()
         dist.barrier()
         seconds = time.perf_counter() - start
         said = torch.tensor([(_waited_seconds() - before) / seconds, patience.is_over], dtype=torch.float64)
         dist.all_reduce(said, dist.ReduceOp.MAX)
         is_over = bool(said[1])
-        found.append((float(said[0]), seconds))
+        found.append((float(said[0]), seconds / times))
     least, seconds = min(found)
     return seconds, least
+
+
+def _times(step: Callable[[], object]) -> int:
+    """Warm up; how often the step is run so that it takes long enough, the same on all ranks."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    times = torch.tensor(SHORT_SECONDS / (time.perf_counter() - start))
+    dist.all_reduce(times)
+    count = max(1, math.ceil(float(times) / NUM_RANKS))
+    for _ in range(count - 1):
+        step()
+    return count
 
 
 def _waited_seconds() -> float:

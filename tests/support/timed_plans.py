@@ -26,6 +26,7 @@ from autopar.codegen import generate
 from autopar.graph import OpGraph
 from autopar.launching import torchrun
 from autopar.plans import Plan
+from autopar.ranks import join_group
 from tests.support.timed_pipelines import DISTURBED, in_rounds, training
 
 NUM_RANKS = 2
@@ -129,7 +130,7 @@ def measure(name: str, plans: Sequence[Plan], graph: OpGraph, rounds: int, minut
 def measure_here(folder: Path, name: str, rounds: int, minutes: float) -> None:
     """One of the two processes; rank 0 writes what it has measured."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join_group("cpu")
     model, batch = MODELS[name]()
     trainings = [training(path.read_text(), model) for path in sorted(folder.glob("*.py"))]
     losses = [each.step(batch) for each in trainings for _ in range(WARM_UP_STEPS)][::WARM_UP_STEPS]

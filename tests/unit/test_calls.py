@@ -14,6 +14,7 @@ from autopar.layout import Layout, parse_layout
 from autopar.mesh import Mesh
 from autopar.strategies import registered_targets
 from autopar.strategies.experts import TARGET as MIXTURE
+from autopar.strategies.loss import FUSED
 
 MESH = Mesh((2, 2), ("data", "tensor"))
 Tensor = tuple[tuple[int, ...], str]  # shape and layout
@@ -231,7 +232,7 @@ def test_split_names_are_unique_and_shared() -> None:
     assert scope.constants()[-1] == "data_tensor_7 = Split(7, (mesh.data, None), (mesh.tensor, None))"
 
 
-@pytest.mark.parametrize("target", [target for target in registered_targets() if target != MIXTURE])
+@pytest.mark.parametrize("target", [target for target in registered_targets() if target not in (MIXTURE, FUSED)])
 def test_every_target_has_some_text(target: str) -> None:
     """Operators without a spelling are called by name: no target may be unknown to ``torch.ops``, but for our own."""
     import torch

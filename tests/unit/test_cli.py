@@ -64,11 +64,14 @@ def test_plan_report_and_verify(model_file: Path, tmp_path: Path, capsys: pytest
 
 def test_plan_as_json_keeps_stdout_clean(model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--mesh-shape", "2", "--optimizer", "sgd", "--memory-margin", "0.2", "--max-mesh-axes", "1"]
+    options += ["--offload", "optimizer", "--zero", "1", "--zero-size", "2"]
     out = str(tmp_path / "plan.json")
     assert main(["plan", f"{model_file}:small", "--cluster", "1x2:A100-80GB", *options, "--json", "--out", out]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["mesh"]["shape"] == [2]
     assert (report["options"]["optimizer"], report["options"]["memory_margin"]) == ("sgd", 0.2)
+    assert (report["options"]["offload"], report["options"]["parallelism"]["zero_size"]) == ("optimizer", 2)
+    assert all(entry["offload"] for entry in report["parameters"])
     assert Plan.load(out).fingerprint == report["fingerprints"]["plan"]
 
 
@@ -94,6 +97,7 @@ def test_errors_for_the_user_are_one_message_and_exit_code_1(
         (["plan", f"{model_file}:small", "--data", "3"], "data=3"),
         (["plan", f"{model_file}:small", "--cluster", "local:2", "--expert", "2"], "no mixture of experts"),
         (["plan", f"{model_file}:small", "--cluster", "local:2", "--expert-form", "exchanged"], "give expert= as well"),
+        (["plan", f"{model_file}:small", "--cluster", "local:2", "--zero-size", "2"], "give zero=1, 2 or 3"),
         (["report", str(damaged)], "is damaged or cut off"),
         (["report", str(tmp_path / "none.json")], "cannot be read"),
     ):

@@ -207,6 +207,14 @@ def test_activations_fall_as_the_sequence_is_split() -> None:
     check_falls({size: measured_bytes(model, batch, size, "ring", squares) for size in (1, 2, 4)})
 
 
+@pytest.mark.parametrize(("form", "kv_heads"), [("ulysses", 2), ("ring", 2)])
+def test_memory_of_attention_alone(form: str, kv_heads: int) -> None:
+    """With nothing around it that holds more: blocks of scores, and a gradient that is put in order, count."""
+    model, batch = Attention(64, 4, kv_heads), (torch.randn(1, 4096, 64),)
+    found = {size: measured_bytes(model, batch, size, form, squares) for size in (1, 2)}
+    assert all(0.97 * measured <= predicted <= 1.1 * measured for measured, predicted in found.values()), found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), list(itertools.product(("gpt2", "llama"), FORMS)))
 def test_activations_of_whole_models_fall(family: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
 
 
 def test_cores_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(detection, "given_cores", lambda: frozenset(range(8)))
     assert detection.num_cores(tmp_path) == 8
     assert detection.num_cores(written(tmp_path, {"sys/fs/cgroup/cpu.max": "250000 100000\n"})) == 2
     assert detection.num_cores(written(tmp_path, {"sys/fs/cgroup/cpu.max": "50000 100000\n"})) == 1

@@ -223,6 +223,22 @@ def test_experts_in_random_plans(sizes: tuple[int, ...], seed: int) -> None:
     verify_traced(model, found, plan, count_collectives=True).require()
 
 
+FROZEN = [  # by name, and what is forced: no rows with a gradient before the last product, or before the router's weights
+    (("embed", "up", "router"), {"data": 2, "zero": 3}),
+    (("embed", "up", "down"), {"expert": 2, "expert_form": "exchanged"}),
+]
+
+
+@pytest.mark.parametrize(("frozen", "forced"), FROZEN)
+def test_frozen_experts(frozen: tuple[str, ...], forced: dict[str, Any]) -> None:
+    """Only what a gradient needs is kept, gathered again and sent back."""
+    model, inputs = mixtures.dropless("picked", batch=8)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in frozen))
+    found = trace(model, inputs)
+    verify_traced(model, found, planned(found, 2, **forced), count_collectives=True).require()
+
+
 def test_the_program_calls_one_function() -> None:
     _, found = traced("mixtral")
     source = generate(planned(found, 2, expert=2, expert_form="exchanged"), found.graph)

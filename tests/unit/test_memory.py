@@ -11,7 +11,7 @@ import pytest
 
 from autopar.costing.kept import KeptBytes
 from autopar.tracing import trace
-from tests.support.memory import CASES, DROPOUT_CASES, Case, compare, make_model, planned
+from tests.support.memory import CASES, DROPOUT_CASES, OFFLOAD_CASES, Case, compare, make_model, planned
 
 MOST_OVER, MOST_UNDER = 0.10, 0.03
 QUICK = (CASES[2], CASES[10])
@@ -28,7 +28,7 @@ def test_the_predicted_peak_is_that_of_the_allocator(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES, *DROPOUT_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *DROPOUT_CASES, *OFFLOAD_CASES], ids=str)
 def test_the_predicted_peak_is_that_of_the_allocator_for_all_plans(case: Case) -> None:
     assert_predicted(case)
 

@@ -157,7 +157,7 @@ def test_medians_and_spread() -> None:
 
 
 def work(graph: OpGraph, path: Path | None, budget: float = 30.0) -> Work:
-    return Work(machine_of(ALONE), needs_of(graph, ALONE, PlanOptions()), path and str(path), budget, 5.0, False)
+    return Work(machine_of(ALONE), needs_of(graph, ALONE, PlanOptions()), path and str(path), budget, 5.0)
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -18,13 +18,23 @@ from autopar.planner import plan_graph
 from autopar.tracing import trace
 from autopar.validation import document, outcomes, text, validate
 from autopar.validation.dims import ModelDims
+from autopar.validation.elsewhere import completed
 from autopar.validation.jobs import Job, NotModelled, job_of
 from autopar.validation.models import Decoder
-from autopar.validation.parts import Degrees
-from autopar.validation.prediction import Predictor, layers_of, schedule_of, step_seconds
+from autopar.validation.parts import Degrees, LastAxis, Part
+from autopar.validation.prediction import (
+    Predictor,
+    gradient_bytes,
+    layers_of,
+    resting_bytes,
+    schedule_of,
+    stage_times,
+    stages_of,
+    step_seconds,
+)
 from autopar.validation.runs import COLUMNS, Run, read_runs
 from autopar.validation.splits import CONFIGURATION, is_calibration
-from autopar.validation.stacks import AUTOPAR
+from autopar.validation.stacks import ALPA, AUTOPAR, stack_of
 from autopar.validation.statistics import Outcome, figures, kendall_tau, percentile
 from cost_models import Cluster, ClusterError, Hops, StageTimes, step_seconds_only
 
@@ -167,7 +177,89 @@ def test_the_best_micro_batch_is_taken_where_none_is_given() -> None:
     assert "micro-batch" in found.assumed
 
 
+# What a stack does otherwise
+
+
+def alpa_job(zero: int, recompute: str = "full", compute: str = "float16", last_axis: LastAxis = "forced") -> Job:
+    job = small_job(TIED, Degrees(4, 1, zero, recompute, False, last_axis), 1, 2)
+    return replace(job, stack=ALPA, compute=compute, global_batch=8)
+
+
+def parts_of(job: Job) -> Part:
+    (stage,) = stages_of(Predictor().laid(job, 2), job, 1)
+    return stage
+
+
+def test_gradients_reduced_together_are_kept_whole() -> None:
+    job = alpa_job(2)
+    stage, scattered = parts_of(job), replace(job, stack=replace(ALPA, whole_gradients=False))
+    assert gradient_bytes(stage, job) == pytest.approx(4 * gradient_bytes(stage, scattered), rel=0.05)  # small ones rest whole
+    assert Predictor().predict(job).memory_bytes > Predictor().predict(scattered).memory_bytes
+
+
+@pytest.mark.parametrize(("recompute", "gathers"), [("selective", 1), ("full", 2)])
+def test_a_compiled_step_gathers_again_only_what_is_computed_again(recompute: str, gathers: int) -> None:
+    job = alpa_job(3, recompute)
+    stage = parts_of(job)
+    none = replace(stage, gathers=(), gathers_again=(), reductions=())
+    sent = stage_times(stage, 4, job).whole_seconds - stage_times(none, 4, job).whole_seconds
+    traffic = (stage.gathers, stage.gathers_again, stage.reductions)
+    once, again, reduced = (sum(one.flat_seconds for one in some) for some in traffic)
+    assert sent == pytest.approx(once + (gathers - 1) * again + reduced / 2)  # gradients travel in half precision
+
+
+def test_parameters_rest_as_the_stack_has_them() -> None:
+    halves = alpa_job(3)
+    stage = parts_of(halves)
+    assert resting_bytes(stage, halves) == pytest.approx(1.5 * stage.parameter_bytes)  # masters, and half copies beside
+    whole = alpa_job(2, compute="float32")
+    stage = parts_of(whole)
+    assert resting_bytes(stage, whole) == pytest.approx(4 * stage.parameter_bytes, rel=0.05)  # one copy, whole
+    assert resting_bytes(stage, replace(whole, stack=AUTOPAR)) == pytest.approx(5 * stage.parameter_bytes, rel=0.05)
+
+
+def test_the_last_axis_may_be_left_to_the_solver() -> None:
+    ways: tuple[LastAxis, ...] = ("forced", "free", "longest")
+    jobs = [replace(alpa_job(2, "none", last_axis=way), stack=AUTOPAR) for way in ways]  # as the solver prices it
+    forced, free, longest = (Predictor().predict(job).seconds for job in jobs)
+    assert free <= min(forced, longest) * (1 + 1e-9)
+    whole, _, split = (parts_of(job).used_bytes for job in jobs)
+    assert split == pytest.approx(whole / 4, rel=0.01)  # every matrix is used in quarters
+
+
+def test_software_follows_from_source_and_notes() -> None:
+    assert stack_of("torchtitan benchmarks 2024-12").fused_loss is False
+    assert stack_of("torchtitan community H200 2025-06").fused_loss is True
+    assert stack_of("Alpa OSDI22 artifact").name == "Alpa"
+    assert stack_of("Alpa OSDI22 artifact", "method megatron; best grid").name == "Megatron-LM"
+
+
 # Rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "last_axis", "zero"),
+    [
+        ({"notes": "method auto_sharding", "dp": "4", "tp": "2"}, "forced", 2),  # a plain transformer with degrees
+        ({"notes": "method auto_sharding", "dp": "", "tp": ""}, "free", 2),
+        ({"notes": "method parax.auto_sharding", "n_experts": "8", "tp": "", "dp": ""}, "free", 2),
+        ({"notes": "method heuristic", "dp": "", "tp": ""}, "longest", 2),
+        ({"notes": "method heuristic", "n_gpus": "1", "dp": "", "tp": ""}, "forced", 2),
+        ({"notes": "method zero_3", "zero_stage": "3"}, "forced", 3),
+    ],
+)
+def test_a_solvers_rows_are_laid_out_by_one(changes: dict[str, str], last_axis: str, zero: int) -> None:
+    row = {**VTRAIN, "source": "Alpa ablation", "micro_batch": "32", "global_batch": "32", "zero_stage": "", **changes}
+    job = job_of(run_of(row))
+    assert (job.degrees.last_axis, job.degrees.zero) == (last_axis, zero)
+
+
+def test_what_a_row_leaves_blank_is_read_where_its_source_says_it() -> None:
+    row = {"source": "Alpa weak scaling 2021-10", "model": "GPT", "n_gpus": "4", "heads": "64"}
+    found = completed(run_of({}, **row))
+    assert (found.count("hidden"), found.count("global_batch"), found.count("heads")) == (4096, 8, 64)
+    assert completed(run_of(VTRAIN)) == run_of(VTRAIN)
+    assert completed(run_of(VTRAIN)).cells == run_of(VTRAIN).cells
 
 
 def test_measured_seconds_say_where_they_come_from() -> None:
