@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -64,7 +65,7 @@ def own_cores(cores: Sequence[int], place: int, count: int) -> Sequence[int]:
 
 def keep_freed_memory() -> None:
     """Have this process use freed memory again instead of giving it back to the system (glibc), up to its end."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)

@@ -5,6 +5,7 @@ Reads top to bottom as the data flows: trace, search (`autopar.search`), compare
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 LARGE = 600  # nodes of a stage's problem, above which it is solved to QUICK_GAP rather than to the end
 QUICK_GAP = 3e-3
+MANY_OPERATORS = 1000  # of a model whose exported program takes so much memory that looking for it pays
 
 
 @without_collection()
@@ -82,6 +84,8 @@ def plan(
     start = time.perf_counter()
     policy = PRECISIONS[chosen.precision]
     graph = trace(model, example_inputs, batch_dims=batch_dims, loss_fn=loss_fn, precision=policy, outputs=chosen.outputs).graph
+    if len(graph.operators) > MANY_OPERATORS:
+        gc.collect()  # what torch.export made refers to itself in circles
     seconds = time.perf_counter() - start
     return plan_graph(graph, cluster, chosen, profile=measured, progress=progress, tracing_seconds=seconds)
 
