@@ -1,7 +1,7 @@
-"""The line of the user's code that each traced operator comes from, noted as it is called.
+"""The line of the model's code that each traced operator comes from, looked up as its node is made.
 
-torch.export otherwise writes down the whole stack for every operator, which takes a fifth of its time. Operators that are not
-called through torch's functions keep its way.
+torch.export otherwise writes down the whole stack for every operator, which takes a tenth of its time. Where there is no such
+line, or torch asks for it in another way, its own way is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 from torch.fx import traceback as fx_traceback
-from torch.overrides import TorchFunctionMode
 
 from autopar.tracing.source import is_user_file
 
@@ -24,21 +23,12 @@ _KEY = "stack_trace"
 _is_user_file = lru_cache(maxsize=4096)(is_user_file)
 
 
-class _Lines(TorchFunctionMode):
-    """While a function of torch's runs, what it traces has the innermost line of the user's code as its stack."""
+class _Lines(dict[str, Any]):
+    """What torch.fx gives to nodes beside their own: of the stack the line that is being executed."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        meta = fx_traceback.get_current_meta()
-        outer = meta.get(_KEY)
-        here = _line()
-        if here is not None:
-            meta[_KEY] = here
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            meta.pop(_KEY, None)
-            if outer is not None:
-                meta[_KEY] = outer
+    def get(self, key: str, default: Any = None) -> Any:
+        found = super().get(key, default)
+        return _line() if key == _KEY and not found else found
 
 
 def _line() -> str | None:
@@ -56,5 +46,6 @@ def _line() -> str | None:
 @contextmanager
 def noted_lines() -> Iterator[None]:
     """Note lines while torch.export runs."""
-    with fx_traceback.preserve_node_meta(), _Lines():
+    with fx_traceback.preserve_node_meta():
+        fx_traceback.current_meta = _Lines(fx_traceback.get_current_meta())
         yield

@@ -463,3 +463,26 @@ def test_a_models_own_example_and_a_positional_loss() -> None:
     )
     assert [entry.path for entry in traced.graph.inputs] == ["x", "args[1]"] and traced.graph.loss is not None
     assert [output.path for output in traced.graph.outputs] == ["output"]
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).tanh()
+
+
+def test_sources_are_the_innermost_lines_of_the_model_whoever_traces_it() -> None:
+    network, x = nn.Sequential(nn.Linear(4, 4), Doubled(), nn.GELU()), torch.zeros(2, 4)
+    here = trace(network, (x,)).graph
+    there = trace(network, (x,)).graph
+    assert here.fingerprint == there.fingerprint
+    sources = {operator.target: operator.source for operator in here.operators}
+    first = Doubled.forward.__code__.co_firstlineno
+    assert sources["aten.mul.Tensor"] == sources["aten.tanh.default"] == f"unit/test_trace.py:{first + 1}"
+    assert not any("test_trace" in sources[target] for target in ("aten.linear.default", "aten.gelu.default"))
+
+
+def test_tracing_under_a_default_device() -> None:
+    model, batch = gpt2(2)
+    plain = trace(model, batch).graph
+    with torch.device("meta"):
+        assert trace(model, batch).graph.fingerprint == plain.fingerprint
