@@ -100,7 +100,7 @@ class Operator:
     outputs: tuple[str, ...] = ()
     module: str = ""
     module_class: str = ""
-    source: str = ""
+    source: str = field(default="", repr=False)  # no part of the fingerprint: a comment more makes no other model
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
