@@ -74,7 +74,7 @@ def check_degrees(num_devices: int, options: PlanOptions) -> None:
     ranks = [forced.pipeline] if forced.pipeline else [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     if any(num_devices % n == 0 and any(True for _ in meshes(num_devices // n, options)) for n in ranks):
         return
-    if shape is not None and all(degree is None for degree in _forced_degrees(forced).values()):
+    if shape is not None and all(degree is None for degree in (*_forced_degrees(forced).values(), forced.zero_size)):
         pipeline = f" x pipeline={forced.pipeline}" if forced.pipeline else ""
         raise InputError(
             f"mesh_shape={shape} has {math.prod(shape)} devices{pipeline}, the cluster {num_devices}; give a shape of which "

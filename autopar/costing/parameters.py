@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,7 +91,7 @@ def parameter_table(
     uses = dict.fromkeys(tuple(REPLICATED if state == PARTIAL else state for state in layout) for layout in wanted)
     uses.setdefault((REPLICATED,) * conversions.mesh.num_axes)
     choices = []
-    for use in uses:
+    for use in _summing(uses) if zero and trainable else uses:
         stored = (
             list(_storages(value, use, conversions, roles, zero, zero_size, num_micro_batches)) if trainable else []
         )
@@ -118,6 +118,18 @@ def parameter_table(
         nothing,
         nothing,
     )
+
+
+def _summing(uses: Iterable[Layout]) -> list[Layout]:
+    """Without the uses that another one is but for gradients that are partial: where ZeRO is forced, a reader that would rather
+    have them summed (a cast, whose result may be in narrower types) takes its share of what rests as forced."""
+    found = list(uses)
+    pairs = ((REPLICATED, SUMMED_GRADIENT),)
+
+    def is_more(other: Layout, use: Layout) -> bool:
+        return other != use and all(a == b or (a, b) in pairs for a, b in zip(use, other, strict=True))
+
+    return [use for use in found if not any(is_more(other, use) for other in found)]
 
 
 def _resting(use: Layout) -> Layout:

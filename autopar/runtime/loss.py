@@ -318,7 +318,9 @@ def _gradient(
 ) -> Tensor:  # fmt: skip
     """Of the logits of some rows."""
     found = by.logits(x, weight, bias).sub_(log_sum.unsqueeze(1)).exp_()
-    for_label, for_all, for_each = (factor * gradient for factor in by.factors(labels, class_weight))
+    counts = labels != by.ignore_index  # where none does, a mean's gradient is infinite
+    factors = by.factors(labels, class_weight)
+    for_label, for_all, for_each = (torch.where(counts, factor * gradient, 0.0) for factor in factors)
     found *= for_all.unsqueeze(1)
     local, here = by.places(labels)
     found.scatter_add_(1, local.unsqueeze(1), torch.where(here, -for_label, 0.0).unsqueeze(1))

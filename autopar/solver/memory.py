@@ -201,7 +201,7 @@ class Lagrangian:
 
     def in_domains(self, point: Point) -> bool:
         """Whether all choices of a point are still left."""
-        roles = np.array(self.structure.roles)
+        roles = np.array(self.structure.roles, dtype=np.int64)
         starts = np.concatenate([[0], np.cumsum(self.network.sizes)])
         left = np.zeros(int(starts[-1]), dtype=np.bool_)
         for role, domain in self.domains.items():

@@ -16,17 +16,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import InputError
-from autopar.graph import OpGraph, Subgraph, TorchName
+from autopar.graph import Operator, OpGraph, Subgraph, TorchName
 
 _WIDER = {"float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128"}
 _WIDER_TYPES = {getattr(torch, name): getattr(torch, wide) for name, wide in _WIDER.items()}
 _LITERALS = (torch.tensor, torch.as_tensor)
 _GROUPED = "_grouped_mm"  # what torch.nn.functional.grouped_mm calls
+_CONVERSIONS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 def in_double(graph: OpGraph) -> OpGraph:
-    """The graph with float64 in place of all lower floating-point types, values and arguments alike."""
+    """The graph with float64 in place of all lower floating-point types, values and arguments alike.
+
+    A cast stays a copy: backward would else keep what is cast, which may be a parameter that is then gathered once more.
+    """
 
     def wide(tree: Any) -> Any:
         if isinstance(tree, TorchName):
@@ -45,13 +49,23 @@ def in_double(graph: OpGraph) -> OpGraph:
         values={
             name: replace(value, dtype=_WIDER.get(value.dtype, value.dtype)) for name, value in graph.values.items()
         },
-        operators=tuple(replace(op, args=wide(op.args), kwargs=wide(op.kwargs)) for op in graph.operators),
+        operators=tuple(
+            replace(op, args=wide(op.args), kwargs=(*wide(op.kwargs), *_copying(op, graph))) for op in graph.operators
+        ),
         parameters=tuple(
             replace(entry, master=_WIDER.get(entry.master, entry.master)) if entry.master else entry
             for entry in graph.parameters
         ),
         _cache={},
     )
+
+
+def _copying(operator: Operator, graph: OpGraph) -> tuple[tuple[str, Any], ...]:
+    """What makes a conversion to another type a copy whatever the types are."""
+    if operator.target not in _CONVERSIONS or len(operator.args) > 3 or any(name == "copy" for name, _ in operator.kwargs):
+        return ()
+    before, after = graph.values[operator.inputs[0]].dtype, graph.values[operator.outputs[0]].dtype
+    return (("copy", True),) if before != after and before in _WIDER else ()
 
 
 class InDouble(TorchFunctionMode):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from autopar import verify
 from autopar.codegen.ledger import ledger, totals
 from autopar.errors import InputError
+from autopar.forcing import check_degrees
 from autopar.layout import Shard
-from autopar.options import Parallelism, PlanOptions
+from autopar.options import PRECISIONS, Parallelism, PlanOptions
 from autopar.planner import plan_graph
 from autopar.plans import Plan
 from autopar.tracing import Traced, trace
@@ -118,6 +119,27 @@ def test_without_forced_data() -> None:
     assert storages(plan) == {("RS", 2)}
 
 
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.down(torch.relu(self.up(x)))).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["model", "autocast"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_forced_level_holds_for_every_parameter(zero: int, precision: str) -> None:
+    """Also where a cast would rather have its gradient summed in the narrower type."""
+    model, given = Small(), (torch.randn(8, 64),)
+    options = PlanOptions(precision=precision, parallelism=Parallelism(data=4, zero=zero))  # type: ignore[arg-type]
+    graph = trace(model, given, precision=PRECISIONS[precision]).graph
+    plan = plan_graph(graph, two_nodes(1e9), options)
+    assert {(p.zero, sum(isinstance(s, Shard) for s in p.storage)) for p in plan.stages[0].parameters.values()} == {(zero, 1)}
+    assert verify(model, plan, given).passed
+
+
 @pytest.mark.parametrize(
     ("forced", "words"),
     [
@@ -135,3 +157,5 @@ def test_what_cannot_be_asked(forced: dict[str, int], words: str) -> None:
 def test_what_cannot_be_laid_out() -> None:
     with pytest.raises(InputError, match="zero_size=3 cannot be laid out on 4 devices"):
         planned(two_nodes(1e9), data=None, zero=1, zero_size=3)
+    with pytest.raises(InputError, match=r"zero_size=2 cannot be laid out on 4 devices as a mesh of \(4,\)"):
+        check_degrees(4, PlanOptions(mesh_shape=(4,), parallelism=Parallelism(zero=1, zero_size=2)))

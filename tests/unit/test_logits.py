@@ -220,6 +220,14 @@ def test_sums_are_of_a_wider_type() -> None:
     assert all(mine <= 1.5 * theirs for mine, theirs in zip(by_rows, at_once, strict=True)), (by_rows, at_once)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_batch_in_which_no_label_counts_has_no_gradient(smoothing: float) -> None:
+    """As torch has it: the mean is 0/0, its gradient 0."""
+    x, weight = (torch.randn(size, 8, requires_grad=True) for size in (4, 5))
+    loss = linear_cross_entropy(x, weight, torch.full((4,), -100), rows=2, label_smoothing=smoothing)
+    assert loss.isnan() and not any(part.any() for part in torch.autograd.grad(loss, (x, weight)))
+
+
 # -- chosen, forced and measured ---------------------------------------------------------------------------------------
 
 
