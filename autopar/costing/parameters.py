@@ -81,17 +81,19 @@ def parameter_table(
     num_micro_batches: int = 1,
     master: str | None = None,
     zero_size: int | None = None,
+    is_in_one_stage: bool = True,
 ) -> ParameterTable:
     """All ways to keep the parameter ``value`` whose readers want the layouts ``wanted``.
 
     ``kept_for_backward``: some reader needs the parameter in its backward pass, for which ZeRO-3 gathers it again.
     ``master``: the dtype of the copy that rests, where it is kept apart from the working copy (``Precision``).
-    ``zero_size``: over how many devices a forced ``zero`` shards.
+    ``zero_size``: over how many devices a forced ``zero`` shards. ``is_in_one_stage``: no other stage may hold it too, and
+    be able to use it in fewer layouts.
     """
     uses = dict.fromkeys(tuple(REPLICATED if state == PARTIAL else state for state in layout) for layout in wanted)
     uses.setdefault((REPLICATED,) * conversions.mesh.num_axes)
     choices = []
-    for use in _summing(uses) if zero and trainable else uses:
+    for use in _summing(uses) if zero and trainable and is_in_one_stage else uses:
         stored = (
             list(_storages(value, use, conversions, roles, zero, zero_size, num_micro_batches)) if trainable else []
         )

@@ -152,6 +152,27 @@ def test_what_backward_does_not_need_is_not_computed_again() -> None:
     assert "full" in modes
 
 
+class HalfAGrid(nn.Module):
+    """Of a grid that is read in one direction alone, the other one's parameter has no gradient: none is summed for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, columns = torch.meshgrid(self.rows, self.columns, indexing="ij")
+        rows, _ = torch.broadcast_tensors(self.rows[:1], self.columns)
+        return (x @ columns.cos().T).square().mean() + 0 * rows.detach().sum()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_direction_of_a_grid_that_nobody_reads_has_no_gradient(seed: int) -> None:
+    model, inputs = HalfAGrid(), {"x": torch.randn(4, 6)}
+    traced = trace(model, inputs)
+    plan = random_plan(traced.graph, Mesh((2,), ("data",)), seed)
+    verify_traced(model, traced, plan, count_collectives=True).require()
+
+
 class NormOfImage(nn.Module):
     """Instance norm keeps its weight repeated for every row, and not the parameter: also where space is split, it is gathered
     once under ZeRO-3."""
