@@ -81,19 +81,19 @@ def parameter_table(
     num_micro_batches: int = 1,
     master: str | None = None,
     zero_size: int | None = None,
-    is_in_one_stage: bool = True,
+    only_partial: bool = False,
 ) -> ParameterTable:
     """All ways to keep the parameter ``value`` whose readers want the layouts ``wanted``.
 
     ``kept_for_backward``: some reader needs the parameter in its backward pass, for which ZeRO-3 gathers it again.
     ``master``: the dtype of the copy that rests, where it is kept apart from the working copy (``Precision``).
-    ``zero_size``: over how many devices a forced ``zero`` shards. ``is_in_one_stage``: no other stage may hold it too, and
-    be able to use it in fewer layouts.
+    ``zero_size``: over how many devices a forced ``zero`` shards. ``only_partial``: a forced ``zero`` leaves no use whose
+    gradient is summed where it might be partial.
     """
     uses = dict.fromkeys(tuple(REPLICATED if state == PARTIAL else state for state in layout) for layout in wanted)
     uses.setdefault((REPLICATED,) * conversions.mesh.num_axes)
     choices = []
-    for use in _summing(uses) if zero and trainable and is_in_one_stage else uses:
+    for use in _partial(uses) if zero and trainable and only_partial else uses:
         stored = (
             list(_storages(value, use, conversions, roles, zero, zero_size, num_micro_batches)) if trainable else []
         )
@@ -122,9 +122,9 @@ def parameter_table(
     )
 
 
-def _summing(uses: Iterable[Layout]) -> list[Layout]:
-    """Without the uses that another one is but for gradients that are partial: where ZeRO is forced, a reader that would rather
-    have them summed (a cast, whose result may be in narrower types) takes its share of what rests as forced."""
+def _partial(uses: Iterable[Layout]) -> list[Layout]:
+    """Without the uses that another one is but for gradients that are partial: where ZeRO is forced, a cast, which would rather
+    have gradients summed in the narrower type behind it, reads what rests as forced."""
     found = list(uses)
     pairs = ((REPLICATED, SUMMED_GRADIENT),)
 

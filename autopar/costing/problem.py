@@ -249,7 +249,8 @@ def _add_sources(builder: _Builder) -> None:
                 builder.setting.num_micro_batches,
                 graph.parameter_of[name].master,
                 builder.options.parallelism.zero_size,
-                not graph.received and not graph.sent,
+                # Other stages may be able to use what they hold too in fewer layouts.
+                builder.options.precision == "autocast" and not graph.received and not graph.sent,
             )
             if builder.host_bytes is not None and parameter.trainable and name in prepared.gradient:
                 builder.parameters[name] = with_host(
