@@ -34,8 +34,7 @@ class Parallelism:
     ``micro_batch_size`` how many samples, over all devices of a rank, go through at a time, and ``recompute`` what every
     block computes again in backward: ``none``, ``selective`` or ``full``. ``logits`` that only the loss reads
     (``PlanOptions(outputs="loss")``) are ``whole``, or exist in ``chunks`` of rows, computed again in backward. The product of
-    the forced degrees must divide the
-    number of devices; a rest is searched.
+    the forced degrees must divide the number of devices; a rest is searched.
 
     >>> Parallelism(data=2, tensor=4, zero=3)
     """

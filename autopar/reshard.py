@@ -121,10 +121,12 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def is_one_gather(way: Sequence[Step]) -> bool:
-    """Whether a parameter's rest and use are one all-gather apart, beside sums of its gradient: outside of ZeRO-3 its shards
-    then travel in one collective with those of other parameters (``autopar.runtime.zero``)."""
-    return [step.name for step in way if step.name != "copy_to"] == ["all_gather"]
+def is_in_bucket(zero: int, way: Sequence[Step]) -> bool:
+    """Whether the shards of a parameter at a ZeRO level travel in one collective with those of others
+    (``autopar.runtime.zero``): outside of level 3, where the way from rest to use is one all-gather beside sums of its
+    gradient.
+    """
+    return zero != 3 and [step.name for step in way if step.name != "copy_to"] == ["all_gather"]
 
 
 def state_after(name: str, wanted: State) -> State:

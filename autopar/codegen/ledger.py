@@ -24,7 +24,7 @@ from autopar.codegen.stages import Part, num_pipeline_ranks, parts, rank_of_stag
 from autopar.graph import ITEM_BYTES, Operator, OpGraph, Parameter
 from autopar.layout import REPLICATED, SUMMED_GRADIENT, Layout, local_shape
 from autopar.plans import Plan
-from autopar.reshard import Traffic, is_one_gather, step_traffic, steps, traffic
+from autopar.reshard import Traffic, is_in_bucket, step_traffic, steps, traffic
 from autopar.sharing import Reader
 from autopar.strategies.registry import signature_of
 
@@ -250,7 +250,7 @@ class _StageLedger:
         described = self.graph.values[value]
         current = tuple(REPLICATED if state == SUMMED_GRADIENT else state for state in plan.storage)
         way = steps(current, plan.use)
-        shared = plan.zero != 3 and is_one_gather(way)
+        shared = is_in_bucket(plan.zero, way)
         for step in way:
             items = (ITEM_BYTES[described.dtype], ITEM_BYTES[self.graph.masters[value]])
             ahead, back = (

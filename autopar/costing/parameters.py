@@ -25,7 +25,7 @@ from autopar.costing.conversions import Conversions, FloatArray
 from autopar.costing.operators import LayoutColumn, Role
 from autopar.graph import ITEM_BYTES, Value
 from autopar.layout import PARTIAL, REPLICATED, SUMMED_GRADIENT, Cut, Layout, Shard
-from autopar.reshard import CollectiveKind, is_one_gather, steps
+from autopar.reshard import CollectiveKind, is_in_bucket, steps
 from cost_models import AxisCost, optimizer_state_bytes
 
 # Replicated gradients are reduced together in flat buffers of this size, as torch's DistributedDataParallel does
@@ -295,7 +295,7 @@ def _storage_seconds(
     for place, choice in enumerate(choices):
         current = choice.storage
         way = steps(choice.storage, choice.use)
-        shared = choice.zero != 3 and is_one_gather(way)
+        shared = is_in_bucket(choice.zero, way)
         for step in way:
             if step.name in ("copy_to", "all_gather") and sizes[step.axis] > 1:
                 places, amounts = sent.setdefault((step.axis, step.name, shared or step.name == "copy_to"), ([], []))

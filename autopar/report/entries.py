@@ -20,6 +20,7 @@ from autopar.strategies.choices import CHUNKS, AxisChoice, Strategy
 from autopar.strategies.rule import Signature, letters_of
 
 Entry = dict[str, Any]
+BY_CHUNKS = "by chunks of rows"  # behind the strategy of an operator that is computed so
 
 
 Items = Callable[[View], Iterable[tuple[str, Entry]]]  # of a view: each item, and where it is
@@ -67,7 +68,7 @@ def _operator(view: View, name: str) -> Entry:
     return {
         "target": operator.target,
         "kind": signature.kind if signature else "fallback",
-        "strategy": f"{plan.label}, by chunks of rows" if plan.form == CHUNKS else plan.label,
+        "strategy": f"{plan.label}, {BY_CHUNKS}" if plan.form == CHUNKS else plan.label,
         "splits": axis_words(table.strategies[choice], signature, view.mesh.names),
         "inputs": layouts_json(plan.inputs),
         "outputs": layouts_json(plan.outputs),

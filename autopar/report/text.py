@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from autopar.report.entries import BY_CHUNKS
 from autopar.report.tables import shortened, table
 from autopar.report.units import bytes_text, count_text, percent_text, seconds_text
 
@@ -76,7 +77,7 @@ def _plan(report: Report) -> Iterable[str]:
     for mode in words:
         if again[mode]:
             yield f"  {again[mode]} of {blocks} blocks {words[mode]} again in backward, to save memory"
-    if any(operator["strategy"].endswith("by chunks of rows") for operator in report["operators"]):
+    if any(operator["strategy"].endswith(BY_CHUNKS) for operator in report["operators"]):
         yield "  logits exist for some rows at a time, and are computed again in backward, to save memory"
 
 

@@ -41,7 +41,7 @@ class Evaluated:
 
     @property
     def fits(self) -> bool:
-        return all(stage.fits for stage in self.stages) and host_fits(self.frame, self.stages)
+        return all_fit(self.frame, self.stages)
 
     @property
     def peak_bytes(self) -> float:
@@ -67,12 +67,12 @@ def split_times(frame: Frame, stages: Sequence[Solved]) -> list[StageTimes]:
     return found
 
 
-def host_fits(frame: Frame, stages: Sequence[Solved]) -> bool:
-    """Whether what the stages of each pipeline rank keep on the host fits there together; each by itself does."""
+def all_fit(frame: Frame, stages: Sequence[Solved]) -> bool:
+    """Whether each stage fits, and what those of each pipeline rank keep on the host does together."""
     kept = [0.0] * frame.grid.num_ranks
     for rank, stage in zip(stage_ranks(frame), stages, strict=False):
         kept[rank] += stage.candidate.host_bytes / max(stage.candidate.host_available_bytes, 1.0)
-    return max(kept) <= 1.0 + 1e-9
+    return all(stage.fits for stage in stages) and max(kept) <= 1.0 + 1e-9
 
 
 def rank_bytes(evaluated: Evaluated) -> list[float]:
@@ -162,7 +162,7 @@ class Evaluator:
             storage.update((v, frozenset([parameters[v].storage])) for v in storage if v in parameters)
         hops = self._hops(frame, graphs, boundary, mesh)
         step = math.inf
-        if len(solved) == len(graphs) and all(stage.fits for stage in solved) and host_fits(frame, solved):
+        if len(solved) == len(graphs) and all_fit(frame, solved):
             times = split_times(frame, solved)
             step = step_seconds_only(frame.schedule, times, hops, frame.grid.num_ranks, frame.num_micro_batches)
         return Evaluated(frame, tuple(cuts), style, graphs, tuple(solved), hops, step)

@@ -48,7 +48,7 @@ class Priced:
             self._units[mode] = [self._eliminations[id(unit)] for unit in found]
             if len(self._units) == len(self.allowed):  # all that is needed of what is priced is in the units
                 self._costed.clear()
-                self._known.rows.clear()
+                self._known = Known()
         return self._units[mode]
 
     def _note_momentary(self) -> None:

@@ -102,7 +102,7 @@ def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
                 facts = ", ".join(f"row {row} needs {smallest[row]:g}, has {state.budgets[row]:g}" for row in over)
                 return _Found(None, math.inf, (), smallest, f"memory budgets are too small, in bytes: {facts}")
             _rounds(state)
-        if not state.closed and not _is_good_enough(state):
+        if not state.closed:
             message = _finish(state)
     except OutOfTime:
         message = "stopped at the time limit"

@@ -24,7 +24,7 @@ from autopar.graph import ITEM_BYTES, Block, Operator, OpGraph
 from autopar.layout import Layout, Shard, State
 from autopar.mesh import Mesh
 from autopar.options import Parallelism, PlanOptions
-from autopar.reshard import is_one_gather, steps
+from autopar.reshard import is_in_bucket, steps
 from autopar.solver import Problem, solve
 from cost_models import AxisCost, CollectiveKind, CostModel
 
@@ -355,7 +355,7 @@ class _Taken:
         reductions: list[Traffic] = []
         current: Layout = chosen.storage
         way = steps(chosen.storage, chosen.use)
-        shared = chosen.zero != 3 and is_one_gather(way)  # with others, in a bucket
+        shared = is_in_bucket(chosen.zero, way)  # with others, in a bucket
         for step in way:
             size, axis = conversions.mesh.shape[step.axis], conversions.axes[step.axis]
             elements = float(conversions.local_elements(described.shape, current))

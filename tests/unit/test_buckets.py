@@ -12,7 +12,7 @@ from autopar.layout import REPLICATED, SUMMED_GRADIENT, Cut, Shard
 from autopar.options import Parallelism, PlanOptions
 from autopar.planner import plan_graph
 from autopar.profiler.needs import needs_of
-from autopar.reshard import is_one_gather, steps
+from autopar.reshard import is_in_bucket, steps
 from autopar.tracing import trace
 from cost_models import Cluster, CostModel
 
@@ -49,12 +49,11 @@ def test_gathers_around_each_use_go_alone() -> None:
 
 def test_what_travels_together() -> None:
     first, second = Shard(0, Cut.plain(8)), Shard(1, Cut.plain(8))
-    assert is_one_gather(steps((first,), (SUMMED_GRADIENT,)))
-    assert is_one_gather(
-        steps((first, REPLICATED), (SUMMED_GRADIENT, SUMMED_GRADIENT))
-    )  # hybrid: its sum is another collective
-    assert not is_one_gather(steps((REPLICATED,), (SUMMED_GRADIENT,)))
-    assert not is_one_gather(steps((first, second), (SUMMED_GRADIENT, SUMMED_GRADIENT)))
+    assert is_in_bucket(1, steps((first,), (SUMMED_GRADIENT,)))
+    hybrid = steps((first, REPLICATED), (SUMMED_GRADIENT, SUMMED_GRADIENT))  # its sum is another collective
+    assert is_in_bucket(1, hybrid) and is_in_bucket(2, hybrid) and not is_in_bucket(3, hybrid)
+    assert not is_in_bucket(1, steps((REPLICATED,), (SUMMED_GRADIENT,)))
+    assert not is_in_bucket(1, steps((first, second), (SUMMED_GRADIENT, SUMMED_GRADIENT)))
 
 
 def test_a_bucket_of_gradients_is_measured() -> None:
