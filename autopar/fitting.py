@@ -63,19 +63,18 @@ def fit(
     solve: Solve,
     to_beat_seconds: float = math.inf,
     explain: bool = True,
-    most_parts: int | None = None,
 ) -> Candidate:
     """The best plan on the mesh that fits; where none does, a candidate without a stage that says what is needed, if it
     is to ``explain``.
 
-    Parts whose plans all take ``to_beat_seconds`` or more are not searched, and no more than ``most_parts``.
+    Parts whose plans all take ``to_beat_seconds`` or more are not searched.
     """
     parts = [_Part(_least(costed), (math.inf, math.inf), -math.inf)]
     closed: list[float] = []
     best: Candidate | None = None
     large = costed.problem.num_nodes > LARGE
     gap = LARGE_GAP if large else GAP_TARGET
-    for _ in range(most_parts or (LARGE_PARTS if large else MAX_PARTS)):
+    for _ in range(LARGE_PARTS if large else MAX_PARTS):
         part = min(parts, key=lambda part: part.bound, default=None)
         if part is None or part.bound >= min(to_beat_seconds, (1 - gap) * _cost(best) if best else math.inf):
             break
@@ -99,6 +98,24 @@ def fit(
         if best.stage is None or best.peak_bytes > available_bytes:
             return replace(best, stage=None, lower_bound_seconds=min(bounds, default=math.inf))
     return replace(best, lower_bound_seconds=min([*bounds, _cost(best)]))
+
+
+def fit_quickly(costed: Costed, available_bytes: float, solve: Solve) -> Candidate:
+    """A good plan that fits, in a solve or two; without a stage where none is found, which says nothing of other plans.
+
+    Where memory is short, plans that gather repeated blocks' parameters, and none that are larger, are about as good as any.
+    Of a small problem all plans are tried before.
+    """
+    operators, parameters = _least(costed)
+    usual = max(parameters, gathered_bytes(costed))
+    parts = [_Part((operators, usual), (math.inf, np.nextafter(usual, math.inf)), -math.inf)]
+    if costed.problem.num_nodes <= LARGE:
+        parts.insert(0, _Part((operators, parameters), (math.inf, math.inf), -math.inf))
+    for part in parts:
+        found = _candidate(costed, solve(_restricted(costed, part, available_bytes)), -math.inf, available_bytes)
+        if found.peak_bytes <= available_bytes:
+            return found
+    return replace(_none(costed, available_bytes), lower_bound_seconds=-math.inf)
 
 
 def _cost(candidate: Candidate) -> float:
@@ -166,6 +183,17 @@ def _held(costed: Costed) -> tuple[list[tuple[str, FloatArray]], list[tuple[str,
     operators = [(operator.id, costed.operator_table(operator.id).transient_bytes) for operator in graph.operators]
     parameters = [(p.value, GATHERED * costed.parameter_table(p.value).transient_bytes) for p in graph.parameters]
     return operators, parameters
+
+
+def gathered_bytes(costed: Costed) -> float:
+    """The most that ZeRO-3 holds of the repeated blocks' parameters for a moment; 0 where there are none."""
+    names = {costed.prepared.name(name) for group in costed.prepared.graph.block_groups for name in group.blocks[0].parameters}
+    held = [
+        float(num_bytes[np.isfinite(costed.problem.node_costs_seconds[costed.nodes[name]])].max(initial=0.0))
+        for name, num_bytes in _held(costed)[1]
+        if name in names
+    ]
+    return max(held, default=0.0)
 
 
 def _least(costed: Costed) -> Pair:

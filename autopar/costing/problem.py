@@ -321,8 +321,8 @@ def _add_edge(builder: _Builder, operator: Operator, index: int) -> None:
     column = builder.tables[name].inputs[index]
     key = prepared.group_key((operator.id, index))
     if key is not None and key in builder.nodes:
-        shared = builder.shared[f"{prepared.name(value)}{key.removeprefix(value)}"]
-        costs = builder.once(("same", id(shared), name, index), _same, shared, column)
+        group = f"{prepared.name(value)}{key.removeprefix(value)}"
+        costs = builder.once(("same", group, name, index), _same, builder.shared[group], column)
         builder.edges.append(Edge(builder.nodes[key], builder.nodes[operator.id], costs))
         builder.forward.append(None)
         builder.made.append(None)

@@ -94,7 +94,7 @@ class Evaluator:
         self._prepared: dict[object, Prepared] = like._prepared if like else {}
         self._solved: dict[object, tuple[OpGraph, Solved]] = {}
         self._solvers: dict[object, StageSolver] = {}
-        self._structures: dict[int, object] = {}
+        self._structures: dict[int, tuple[OpGraph, object]] = {}  # by identity, with what has it
         self._unlimited: dict[object, dict[tuple[int, ...], Assignment]] = {}  # of stages alike, whatever is in flight
 
     def styles(self, frame: Frame) -> list[Style]:
@@ -255,10 +255,12 @@ class Evaluator:
         return solved if like is graph else _renamed(solved, like, graph)
 
     def _structure_of(self, graph: OpGraph) -> object:
-        """See :func:`_structure`; ``graph`` is one that lives as long as this."""
+        """See :func:`_structure`. No other stage is like a whole model, which is known by itself (``_prepared`` keeps it)."""
+        if not graph.received and not graph.sent:
+            return id(graph)
         if id(graph) not in self._structures:
-            self._structures[id(graph)] = _structure(graph)
-        return self._structures[id(graph)]
+            self._structures[id(graph)] = graph, _structure(graph)
+        return self._structures[id(graph)][1]
 
     def _where(self, site: Site) -> object:
         return replace(site, first_rank=0), kind_of(self.cost_model.cluster, site.first_rank, site.mesh.num_devices)

@@ -46,6 +46,7 @@ DEEPER = 0.7  # what is priced already promises that much more, so that the sear
 MEASURED_GAIN = 0.5  # of a sample's measured time, to which smaller micro-batches are taken to bring it at the very best
 GROWTH = 1.12  # expected of the seconds of all micro-batches when there are twice as many
 ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
+DIVIDED = 1.01  # of what recomputes: a plan has a whole number of blocks in each mode, its bound a mixture
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
 SMALL_MODEL = 600  # operators of a model of which more than one style of boundaries is tried
 MOST_WORSE = 2  # schedules tried after the search that are no better, until no more are tried
@@ -240,14 +241,19 @@ class JointSearch:
     def _expected_factor(self, frame: Frame) -> float:
         """By how much a frame may well exceed its bound: the bubble, and recomputation where activations do not fit. It
         orders the search, and nothing else."""
+        bubble = 0.5 * (frame.grid.num_ranks - 1) / frame.num_micro_batches
+        return (1 + bubble) * (4 / 3 if self._expects_recomputation(frame) else 1.0)
+
+    def _expects_recomputation(self, frame: Frame) -> bool:
+        """Whether a frame's activations are more than there is likely to be room for."""
         ranks, count = frame.grid.num_ranks, frame.num_micro_batches
         flying = 1 if ranks == 1 else min(ranks, count)
-        kept = self._saved_bytes / count * flying / self.cost_model.cluster.num_devices
+        kept = self.saved_bytes / count * flying / self.cost_model.cluster.num_devices
         room = ROOM_FOR_ACTIVATIONS * self.cost_model.min_device_memory_bytes(self.options.memory_margin)
-        return (1 + 0.5 * (ranks - 1) / count) * (1.0 if kept <= room else 4 / 3)
+        return kept > room
 
     @cached_property
-    def _saved_bytes(self) -> float:
+    def saved_bytes(self) -> float:
         """Bytes that a forward pass of the whole batch keeps for backward, on all devices together."""
         prepared = prepare(self.short.graph)
         saved = {
@@ -263,7 +269,8 @@ class JointSearch:
     def _ready(self, seconds: float, frame: Frame, bound: Bound, refined: bool) -> _Ready:
         """A frame to be evaluated; where no gap is allowed in the order of bounds, so that none below the best is left."""
         assert bound.cuts is not None, "only what may fit is evaluated"
-        expected = max(seconds, bound.estimate_seconds) if self.options.gap else seconds
+        expected = max(seconds, bound.estimate_seconds) * (DIVIDED if self._expects_recomputation(frame) else 1.0)
+        expected = expected if self.options.gap else seconds
         return _Ready(expected, next(self._number), seconds, frame, bound.cuts, refined)
 
     def _refine(self, entry: _Waiting, waiting: list[_Waiting], ready: list[_Ready]) -> None:
@@ -393,8 +400,8 @@ class JointSearch:
             modes = (forced,) if forced else MODES if self.short.graph.block_groups else MODES[:1]
             price = partial(self._price, grid, mesh, first, num_micro_batches)
             priced = Priced(self.chain, price, modes, available, from_first=grid.num_ranks == 1)
-            hint = self._hints.setdefault((grid, kind), Hint())
-            self._stretches[key] = Stretches(priced, num_micro_batches, hint)
+            hint = self._hints.setdefault((grid.num_ranks, num_micro_batches), Hint())
+            self._stretches[key] = Stretches(priced, num_micro_batches, grid.num_ranks, hint)
         return self._stretches[key]
 
     def _price(

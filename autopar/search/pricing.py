@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar.costing import Costed
 from autopar.costing.conversions import FloatArray
+from autopar.fitting import gathered_bytes
 from autopar.search.decoding import modes_of_run
 from autopar.search.places import Chain
 from autopar.search.units import Known, momentary_bytes, units_of
@@ -36,6 +37,7 @@ class Priced:
     _known: Known = field(default_factory=Known)
     _eliminations: dict[int, Elimination] = field(default_factory=dict)  # by id of their units
     _momentary: list[float] = field(default_factory=list)  # least bytes held for a moment, by kind of unit
+    _gathered: float = 0.0  # bytes that ZeRO-3 may hold of a block's parameters beside
 
     def units(self, mode: str) -> list[Elimination]:
         """The short graph's units in a mode; equal ones are one object."""
@@ -55,6 +57,7 @@ class Priced:
         if not self._momentary:
             costed = next(iter(self._costed.values()))
             self._momentary.extend(momentary_bytes(costed, self.chain.short_starts))
+            self._gathered = gathered_bytes(costed)
 
     def _priced(self, mode: str) -> Costed:
         if mode not in self._costed:
@@ -72,6 +75,12 @@ class Priced:
         for start in range(count):
             result[start, start + 1 :] -= np.maximum.accumulate(held[start:])
         return result
+
+    @property
+    def gathered_bytes(self) -> float:
+        """What a stage may hold for a moment beside, where memory is so short that it gathers parameters."""
+        self.units(self.plain)
+        return self._gathered
 
     def costs(self, weights: Floats, modes: Sequence[str] | None = None) -> Table:
         """(weights, starts, ends): the least weighted cost of every run of units, its ports free, less rounding.

@@ -17,7 +17,7 @@ from autopar.costing import Costed, Prepared, build
 from autopar.costing.candidate import Candidate
 from autopar.costing.operators import Role
 from autopar.costing.setting import Setting
-from autopar.fitting import candidate_of, fit
+from autopar.fitting import candidate_of, fit, fit_quickly
 from autopar.graph import OpGraph
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -29,6 +29,7 @@ from autopar.solver.problem import answer
 from cost_models import CostModel, StageTimes
 
 Solve = Callable[[Problem], Assignment]
+KEPT_INSTEAD = (0.8, 0.5, 0.0)  # of the blocks that were to keep all, where that does not fit: what is held was not foreseen
 EXHAUSTIVE_BLOCKS = 6  # with so few blocks, and no gap allowed, every division of them among the modes is tried
 
 
@@ -144,19 +145,28 @@ class StageSolver:
     def _as_wanted(self, wanted: tuple[int, ...], to_beat_seconds: float) -> Candidate:
         """With these numbers of blocks in each mode, or where that does not fit with more of it; without recomputation, where
         little of it is wanted, if that is better."""
-        _, some, full = wanted  # of the bound's blocks, which may be fewer: the rest are plain
-        plain = len(self.blocks) - some - full
+        plain, some, full = self._of_all_blocks(wanted)
         recomputes = some + full > 0
-        found = self._fitted((plain, some, full), to_beat_seconds, recomputes, 1 if recomputes and plain else None)
-        for part in (0.5, 0.0):  # what is held for a moment was not foreseen
-            if found.stage is None and not _is_too_slow(found, to_beat_seconds) and plain and recomputes:
-                keeping = int(plain * part)
-                more = (keeping, some, full + plain - keeping) if full else (keeping, some + plain - keeping, 0)
-                found = self._fitted(more, to_beat_seconds, bound_by_memory=True)
+        if recomputes and plain:
+            found = fit_quickly(self.costed((plain, some, full)), self.site.available_bytes, self.solve)
+        else:
+            found = self._fitted((plain, some, full), to_beat_seconds, recomputes)
+        for part in KEPT_INSTEAD if recomputes and plain else ():
+            if found.stage is not None or _is_too_slow(found, to_beat_seconds):
+                break
+            keeping = int(plain * part)
+            more = (keeping, some, full + plain - keeping) if full else (keeping, some + plain - keeping, 0)
+            found = self._fitted(more, to_beat_seconds, bound_by_memory=True)
         if 0 < some + full <= len(self.blocks) // 4:
             beat = min(to_beat_seconds, _seconds(found)) if found.stage is not None else to_beat_seconds
             found = min([found, self._fitted(self._counts(1, 0), beat)], key=_rank)
         return found
+
+    def _of_all_blocks(self, wanted: tuple[int, ...]) -> tuple[int, int, int]:
+        """The same where bounds cut some blocks, which here recompute as most others that do."""
+        plain, some, full = wanted
+        cut = len(self.blocks) - sum(wanted)
+        return (plain, some, full + cut) if full else (plain, some + cut, 0) if some else (plain + cut, 0, 0)
 
     def _searched(self, to_beat_seconds: float, enough_seconds: float) -> Candidate:
         """Without recomputation, or where memory is wanting with as much of it as is found to pay."""
@@ -237,7 +247,6 @@ class StageSolver:
         counts: tuple[int, ...],
         to_beat_seconds: float,
         bound_by_memory: bool = False,
-        most_parts: int | None = None,
     ) -> Candidate:
         """The fastest plan that fits with these numbers of blocks in each mode. First without regard to memory, unless it is
         known that it is ``bound_by_memory``."""
@@ -247,7 +256,7 @@ class StageSolver:
         if free is not None and _seconds(free) >= to_beat_seconds:
             return replace(free, stage=None)
         available = self.site.available_bytes
-        fitted = fit(self.costed(counts), available, self.solve, to_beat_seconds, explain=False, most_parts=most_parts)
+        fitted = fit(self.costed(counts), available, self.solve, to_beat_seconds, explain=False)
         if fitted.stage is not None or math.isfinite(fitted.peak_bytes):
             return fitted
         return replace(free or self._free(counts), stage=None, lower_bound_seconds=fitted.lower_bound_seconds)

@@ -30,7 +30,10 @@ from autopar.solver.chain import Floats
 DECODED = np.array([0.01, 0.08, 0.2, 0.4, 0.8, 1.6, 5.0])  # times the typical multiplier: where modes are read off
 NEARBY = 0.01  # of a multiplier: the distance over which slopes are taken
 FEW = 3  # points on a line that are all composed; of more the ends and the middle
-ROUNDS = 2
+FIRST_SHARE = 0.3  # of the typical multiplier: what is tried first
+ROUNDS = 3  # of multipliers tried
+COARSE, FINE = 2.1, 1.15  # the best multiplier's neighbours among those tried are within this factor of it
+LIKE_STAGES = 1.5  # runs whose units are more or fewer than a stage's by this factor do not choose the multipliers
 # Rows of the basic bounds: seconds of one micro-batch, of a whole step, of what is done once; and where there may be several
 # stages, of a forward pass, and of both passes without making the parameters' gradients.
 EACH, BUSY, ONCE, FORWARD, WITHOUT_WEIGHT = range(5)
@@ -57,10 +60,37 @@ class Charged:
 
 @dataclass
 class Hint:
-    """Where bounds within memory begin: ``share`` of the typical multiplier, which is where those of like stretches were
-    best."""
+    """Where bounds within memory begin: the ``multiplier`` of bytes that was best for like stretches, in seconds for each."""
 
-    share: float = 0.3
+    multiplier: float | None = None
+
+
+class _Tried:
+    """Multipliers and what runs that are like stages are bounded by with each: concave in the multiplier, so that the best
+    one lies between the neighbours of the best that was tried."""
+
+    def __init__(self, first: Floats) -> None:
+        self._first = first
+        self._votes: dict[float, Floats] = {}
+
+    def add(self, multipliers: Floats, votes: Sequence[Floats]) -> None:
+        self._votes.update(zip(map(float, multipliers), votes, strict=True))
+
+    @property
+    def best(self) -> float:
+        """The multiplier that is best for most runs."""
+        return list(self._votes)[_most_voted(np.stack(list(self._votes.values())))]
+
+    def next(self, precision: float) -> Floats:
+        """What to try now: beyond the end that is best, or on both sides of the best until its neighbours are near."""
+        if not self._votes:
+            return self._first
+        best, tried = self.best, sorted(self._votes)
+        at = tried.index(best)
+        if at in (0, len(tried) - 1):
+            return best * (np.array([0.1, 0.3, 0.6]) if at == 0 else np.array([1.7, 4.0, 12.0]))
+        sides = [other for other in (tried[at - 1], tried[at + 1]) if max(other / best, best / other) > precision]
+        return np.sqrt(best * np.array(sides))
 
 
 @dataclass(eq=False)
@@ -70,12 +100,14 @@ class Stretches:
 
     priced: Priced
     num_micro_batches: int
+    num_ranks: int = 1  # into which the whole model is divided
     hint: Hint = field(default_factory=Hint)
     _work: dict[tuple[int, ...], list[Floats]] = field(default_factory=dict)
     _free: dict[Points, list[Floats]] = field(default_factory=dict)
     _limited: dict[tuple[Points, int], list[Floats]] = field(default_factory=dict)
     _limited_work: dict[Points, list[Floats]] = field(default_factory=dict)  # of what was refined
-    _best_multiplier: dict[Points, float] = field(default_factory=dict)
+    _tried: dict[Points, _Tried] = field(default_factory=dict)
+    _refined: set[Points] = field(default_factory=set)
     _bytes: dict[tuple[int, ...], list[Floats]] = field(default_factory=dict)
     _basic: Floats | None = None
 
@@ -189,43 +221,57 @@ class Stretches:
 
     def refine(self, points: Points) -> None:
         """Raise the bounds within memory: more multipliers, and of the work alone."""
-        if points in self._limited_work or (points, 1) not in self._limited:
+        if points in self._refined or (points, 1) not in self._limited:
             return
-        multipliers = self._best_multiplier[points] * np.array([0.7, 0.85, 1.2, 1.45])
-        for place, better in enumerate(self._dual(points, multipliers, 1.0, 1)[0]):
-            self._limited[points, 1][place] = np.maximum(self._limited[points, 1][place], better)
-        pairs = zip(self.work(points), self._within_memory(points, 0.0, 1), strict=True)
-        self._limited_work[points] = [np.maximum(work, better) for work, better in pairs]
+        self._refined.add(points)
+        better = self._raised(self._tried[points], points, 1.0, 1, FINE)
+        self._limited[points, 1] = [np.maximum(*pair) for pair in zip(self._limited[points, 1], better, strict=True)]
+        if self.num_ranks > 1:  # else what is done once a step always counts
+            pairs = zip(self.work(points), self._within_memory(points, 0.0, 1), strict=True)
+            self._limited_work[points] = [np.maximum(work, better) for work, better in pairs]
 
     def _within_memory(self, points: Points, once: float, stages_a_device: int) -> list[Floats]:
         """The dual bound over a few multipliers, with ``once`` times what is done once."""
-        typical = self._typical_multiplier(points)
-        multipliers = typical * self.hint.share * np.array([0.5, 1.0, 2.0])
-        best: list[Floats] | None = None
-        best_multiplier = 0.0
-        for _ in range(ROUNDS):
-            bounds, most = self._dual(points, multipliers, once, stages_a_device)
-            best = bounds if best is None else [np.maximum(*pair) for pair in zip(best, bounds, strict=True)]
-            best_multiplier = float(multipliers[most])
-            if most == 1:
-                break  # neither end is better
-            multipliers = best_multiplier * (np.array([0.1, 0.3, 0.6]) if most == 0 else np.array([1.7, 4.0, 12.0]))
-        assert best is not None
+        first = self.hint.multiplier or FIRST_SHARE * self._typical_multiplier(points)
+        tried = _Tried(first * np.array([0.5, 1.0, 2.0]))
+        found = self._raised(tried, points, once, stages_a_device, COARSE)
         if once and stages_a_device == 1:
-            self._best_multiplier[points] = best_multiplier
-            self.hint.share = best_multiplier / typical
-        return best
+            self._tried[points] = tried
+            self.hint.multiplier = tried.best
+        return found
 
-    def _dual(
+    def _raised(
+        self, tried: _Tried, points: Points, once: float, stages_a_device: int, precision: float
+    ) -> list[Floats]:
+        """The dual bound over what is tried next, until the best multiplier is known to a factor of ``precision``."""
+        found = [np.zeros_like(self._budget)] * len(points)
+        for _ in range(ROUNDS):
+            multipliers = tried.next(precision)
+            if not len(multipliers):
+                break
+            duals = self._duals(points, multipliers, once, stages_a_device)
+            found = [np.maximum.reduce([best, *(here[at] for here in duals)]) for at, best in enumerate(found)]
+            like = self._like_stages(stages_a_device)
+            tried.add(multipliers, [np.stack([here[0][like], here[-1][like]]) for here in duals])
+        return found
+
+    def _duals(
         self, points: Points, multipliers: Floats, once: float, stages_a_device: int
-    ) -> tuple[list[Floats], int]:
-        """The best dual bound of each point, and which multiplier is best for most runs."""
+    ) -> list[list[Floats]]:
+        """The dual bound of each multiplier and point."""
         budget = self._share(stages_a_device)
         sums = self._with_bytes(points, multipliers, once)
-        duals = [[one - m * budget for one in here] for here, m in zip(sums, multipliers, strict=True)]
-        best = [np.maximum.reduce([here[place] for here in duals]) for place in range(len(points))]
-        votes = np.stack([np.stack([here[0], here[-1]]) for here in duals])
-        return best, _most_voted(votes)
+        return [[one - m * budget for one in here] for here, m in zip(sums, multipliers, strict=True)]
+
+    def _like_stages(self, stages_a_device: int) -> np.ndarray:
+        """(starts, ends): which runs are about as long as a stage is; all that there is where it is one."""
+        count, ends = self._budget.shape
+        lengths = np.arange(ends) - np.arange(count)[:, None]
+        stages = self.num_ranks * stages_a_device
+        if stages == 1:
+            return np.asarray(lengths == count)
+        share = count / stages
+        return np.asarray((lengths >= share / LIKE_STAGES) & (lengths <= max(share * LIKE_STAGES, 1.0)))
 
     def _with_bytes(self, points: Points, multipliers: Floats, once: float) -> list[list[Floats]]:
         """For each multiplier and point, the least of busy seconds plus multiplier times bytes."""
@@ -275,7 +321,7 @@ class Stretches:
         pairs = np.concatenate([multipliers, multipliers * (1 + NEARBY)])
         weights = np.repeat(self._seconds((Point(point.flying, 1),), 1.0), len(pairs), axis=0)
         weights[:, KEPT], weights[:, FLYING] = pairs, pairs * point.flying
-        budget = self._share(stages_a_device)
+        budget = self._share(stages_a_device) - self.priced.gathered_bytes
         return [
             self._mixed(ways, multipliers, float(budget[start, end]))
             for ways, (start, end) in zip(self.priced.modes(weights, runs), runs, strict=True)

@@ -77,7 +77,7 @@ class _Masks:
             value: operator for operator in lowered.operators for value in operator.outputs if value
         }
         self._known: dict[str, _Known] = {}
-        self._triangles: dict[int, bool] = {}  # by the identity of a known tensor
+        self._triangles: dict[int, tuple[Tensor, bool]] = {}  # by the identity of a tensor, which lives as long
 
     def is_causal(self, operator: Operator) -> bool:
         """Whether an attention's mask is the causal triangle."""
@@ -94,8 +94,8 @@ class _Masks:
         found = self.known(mask.value)
         if isinstance(found, Tensor):
             if id(found) not in self._triangles:
-                self._triangles[id(found)] = _is_triangle(found, rows)
-            return self._triangles[id(found)]
+                self._triangles[id(found)] = found, _is_triangle(found, rows)
+            return self._triangles[id(found)][1]
         return isinstance(found, _Triangle)
 
     def known(self, value: str) -> _Known:
@@ -108,7 +108,8 @@ class _Masks:
                 waiting.extend(missing)
                 continue
             name = waiting.pop()
-            self._known[name] = None if missing or operator is None else self._computed(operator, name)
+            if name not in self._known:
+                self._known[name] = None if missing or operator is None else self._computed(operator, name)
         return self._known[value]
 
     def _may_be_constant(self, value: str) -> bool:

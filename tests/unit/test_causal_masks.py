@@ -106,3 +106,20 @@ def test_other_masks_stay(mask: Mask, most: int, monkeypatch: pytest.MonkeyPatch
     operator = attention(mask, 6)
     assert not operator.argument(5, "is_causal", False)
     assert len(operator.inputs) == 4
+
+
+class Alternating(nn.Module):
+    """Layers that attend to what came before, and then to everything, each with a mask that all share."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, all_of_it = compared(x), everything(x)
+        for _ in range(8):
+            x = F.scaled_dot_product_attention(x, x, x, attn_mask=before)
+            x = F.scaled_dot_product_attention(x, x, x, attn_mask=all_of_it)
+        return x
+
+
+def test_masks_that_layers_share_are_not_taken_for_one_another() -> None:
+    graph = trace(Alternating(), (torch.empty(2, 2, 6, 4, device="meta", requires_grad=True),)).graph
+    found = [op.argument(5, "is_causal", False) for op in graph.operators if "scaled_dot_product" in op.target]
+    assert found == [True, False] * 8
