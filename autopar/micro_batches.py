@@ -29,7 +29,7 @@ from autopar.batching import at_batch, follows_batch
 from autopar.graph import BatchLiteral, Operator, OpGraph
 from autopar.strategies import creation, elementwise, pieces, registry, views
 from autopar.strategies.loss import ELEMENTWISE_LOSSES, FUSED, MEAN, class_loss, reduction_of
-from autopar.strategies.registry import signature_of
+from autopar.strategies.registry import signatures_of
 from autopar.strategies.rule import Part, Signature, letters_of, place_of, product
 from autopar.strategies.rule import Term as Dims
 from autopar.strategies.signatures import is_floating, positive
@@ -125,7 +125,7 @@ def _analyse(graph: OpGraph) -> _Result:
     if not follows_batch(graph):
         return _Result(("no input follows the batch, or only one batch size works",), {}, {})
     large = at_batch(graph, graph.batch_size * PRIME)
-    rules = {operator.id: signature_of(operator, large) for operator in large.operators}
+    rules = signatures_of(large)
     known = _known_beforehand(large, rules)
     beforehand: frozenset[str] = frozenset()
     while True:

@@ -196,18 +196,17 @@ class Search(JointSearch):
             options = replace(self.options, parallelism=Parallelism(zero=zero))
             evaluator = Evaluator(self.cost_model, options, self._solve, like=self.evaluator)
             data = math.prod(size for size, role in zip(shape, roles, strict=True) if role == "data")
-            for count in self._counts_by_hand(data, cluster.num_devices):
+            for count in self._counts_by_hand(data):
                 frame = Frame(Grid(1, shape, roles, (0,)), count, "single", 1)
                 found[name] = evaluator.unlimited(frame, self.graph_of(frame))
                 if not found[name].stages[0].candidate.missing_bytes:
                     break
         return found
 
-    def _counts_by_hand(self, data: int, devices: int) -> list[int]:
+    def _counts_by_hand(self, data: int) -> list[int]:
         """One micro-batch, unless it is far from fitting, or else the most that leave a sample for each of ``data`` shares."""
         most = max((count for count in self.counts if self.graph.batch_size // count >= data), default=1)
-        memory = self.cost_model.min_device_memory_bytes(self.options.memory_margin, 0, devices)
-        one = [] if self.saved_bytes / devices > FAR_FROM_FITTING * memory else [self.counts[0]]
+        one = [] if self.expected.share_of_memory > FAR_FROM_FITTING else [self.counts[0]]
         return list(dict.fromkeys([*one, most]))
 
 

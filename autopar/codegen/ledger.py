@@ -63,15 +63,17 @@ def totals(entries: Iterable[Entry]) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
-def ledger(plan: Plan, graph: OpGraph, pipeline_rank: int | None = None) -> list[Entry]:
+def ledger(
+    plan: Plan, graph: OpGraph, pipeline_rank: int | None = None, made: Sequence[Part] | None = None
+) -> list[Entry]:
     """All collectives of a training step, stage by stage in the order of the forward pass, alike ones added up.
 
-    With ``pipeline_rank`` only those of the stages that it has.
+    With ``pipeline_rank`` only those of the stages that it has. ``made``: the plan's parts, where they are at hand.
     """
     sizes = Counter(micro_batch_sizes(plan.batch_size, plan.num_micro_batches, plan.micro_batch_unit))
     counts: Counter[Entry] = Counter()
     for size, times in sizes.items():
-        stages = parts(plan, graph, size)
+        stages = made if made is not None and size == plan.micro_batch_size else parts(plan, graph, size)
         for part in stages:
             own = _StageLedger(part)
             for entry in (*own.each(), *_handed_on(plan, stages, part)):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.codegen.ledger import STAGES, Entry, ledger
+from autopar.codegen.stages import Part
 from autopar.costing.parameters import BUCKET_BYTES
 from autopar.graph import OpGraph
 from autopar.plans import Plan
@@ -24,12 +25,17 @@ from cost_models import AxisCost, Cluster, provenance_of
 
 
 def collectives_json(
-    plan: Plan, graph: OpGraph, views: Sequence[View], cluster: Cluster, canonical: Mapping[str, str]
+    plan: Plan,
+    graph: OpGraph,
+    parts: Sequence[Part],
+    views: Sequence[View],
+    cluster: Cluster,
+    canonical: Mapping[str, str],
 ) -> dict[str, Any]:
     """Every collective, alike ones counted, and their totals by kind and axis over all stages."""
     priced = _Priced(views, cluster)
     found: dict[tuple[object, ...], dict[str, Any]] = {}
-    for entry in _alike(ledger(plan, graph), canonical):
+    for entry in _alike(ledger(plan, graph, made=parts), canonical):
         links, seconds = priced.links(entry), priced.seconds(entry)
         what = canonical.get(entry.what, entry.what)
         key = (entry.kind, entry.axis, *links, entry.phase, what, entry.num_bytes, entry.count, seconds)

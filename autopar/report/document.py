@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autopar.codegen.stages import parts
 from autopar.graph import OpGraph
 from autopar.options import PlanOptions
 from autopar.plans import Plan
@@ -36,7 +37,8 @@ def details(
 
     ``found``: the search that ended with the plan; ``rivals``: plans of one stage as people write them by hand.
     """
-    best, shown, canonical = chosen(found), views(plan, graph, found), canonical_names(graph)
+    made = parts(plan, graph)
+    best, shown, canonical = chosen(found), views(plan, made, found), canonical_names(graph)
     times, num_ranks = [view.times for view in shown], best.frame.grid.num_ranks
     step = simulate(plan.schedule, times, best.hops, num_ranks, plan.num_micro_batches)
     work = work_json(shown, plan.batch_size / plan.micro_batch_size, best.step_seconds, graph, cluster)
@@ -44,7 +46,7 @@ def details(
     solver = solver_json(found, shown)
     operators, collectives = (
         operator_entries(shown, canonical),
-        collectives_json(plan, graph, shown, cluster, canonical),
+        collectives_json(plan, graph, made, shown, cluster, canonical),
     )
     model = shown[0].costed.conversions.cost_model
     offloads = any(kept.offload for stage in plan.stages for kept in stage.parameters.values())

@@ -6,12 +6,12 @@ solved once, in the names of one of them; a view translates, so that nothing aft
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.codegen.conversions import Wiring
-from autopar.codegen.stages import parts, rank_of_stage
+from autopar.codegen.stages import Part, rank_of_stage
 from autopar.costing.candidate import Candidate
 from autopar.costing.kept import KeptBytes
 from autopar.costing.operators import OperatorTable
@@ -113,14 +113,14 @@ class View:
         return found
 
 
-def views(plan: Plan, graph: OpGraph, found: Found) -> tuple[View, ...]:
+def views(plan: Plan, parts: Sequence[Part], found: Found) -> tuple[View, ...]:
     """The stages of the best plan."""
     best = found.best
     assert best is not None, "only a plan that was found is explained"
     size = plan.stages[0].mesh.num_devices
     first: dict[tuple[int, int], int] = {}
     made = []
-    for part, solved in zip(parts(plan, graph), best.stages, strict=True):
+    for part, solved in zip(parts, best.stages, strict=True):
         candidate, index = solved.candidate, part.number
         rank = rank_of_stage(plan, index)
         begin = plan.rank_order[rank * size] if plan.rank_order else rank * size

@@ -34,6 +34,7 @@ from autopar.search.bounds import Bound, bound_of, least_bytes, recomputing, ref
 from autopar.search.chaining import chain_of
 from autopar.search.clock import Clock
 from autopar.search.evaluate import Evaluated, Evaluator, Style
+from autopar.search.expected import Expected
 from autopar.search.pricing import Priced
 from autopar.search.space import Frame, Grid, Meshes, counts_of, frames, grids, kind_of, micro_batch_counts, tried_after
 from autopar.search.stages import Solve
@@ -45,7 +46,6 @@ DIVE = 40  # refinements after which the most promising frame is evaluated: a pl
 DEEPER = 0.7  # what is priced already promises that much more, so that the search gets to a plan before it widens
 MEASURED_GAIN = 0.5  # of a sample's measured time, to which smaller micro-batches are taken to bring it at the very best
 GROWTH = 1.12  # expected of the seconds of all micro-batches when there are twice as many
-ROOM_FOR_ACTIVATIONS = 0.6  # of a device's memory; what is expected to keep more is expected to recompute
 DIVIDED = 1.01  # of what recomputes: a plan has a whole number of blocks in each mode, its bound a mixture
 ENUMERATED_CUTS = 400  # where a frame has no more cuts than this, each is evaluated on its own
 SMALL_MODEL = 600  # operators of a model of which more than one style of boundaries is tried
@@ -111,6 +111,7 @@ class JointSearch:
         self.graph, self.cost_model, self.options, self.say, self.clock = graph, cost_model, options, say, clock
         self.solve, self.meshes, self.may_split = solve, meshes, may_split
         self.chain, self.short = chain_of(graph)
+        self.expected = Expected(graph, self.short, cost_model, options.memory_margin)
         self.counts = micro_batch_counts(graph.batch_size, options, may_split)
         self.grids = grids(cost_model.cluster, options, self.chain.num_units, meshes)
         self.evaluator = Evaluator(cost_model, options, solve)
@@ -230,7 +231,7 @@ class JointSearch:
 
     def _entry(self, seconds: float, step: int, frame: Frame) -> _Waiting:
         depth = self._expected_growth(frame) if step == GRID else DEEPER
-        return _Waiting(seconds * self._expected_factor(frame) * depth, next(self._number), seconds, step, frame)
+        return _Waiting(seconds * self.expected.factor(frame) * depth, next(self._number), seconds, step, frame)
 
     def _expected_growth(self, frame: Frame) -> float:
         """By how much smaller micro-batches than those priced so far may well take longer; for the order alone."""
@@ -238,39 +239,11 @@ class JointSearch:
         nearest = max(fewer for fewer, _ in self._each[frame.grid] if fewer <= count)
         return float(GROWTH ** math.log2(count / nearest))
 
-    def _expected_factor(self, frame: Frame) -> float:
-        """By how much a frame may well exceed its bound: the bubble, and recomputation where activations do not fit. It
-        orders the search, and nothing else."""
-        bubble = 0.5 * (frame.grid.num_ranks - 1) / frame.num_micro_batches
-        return (1 + bubble) * (4 / 3 if self._expects_recomputation(frame) else 1.0)
-
-    def _expects_recomputation(self, frame: Frame) -> bool:
-        """Whether a frame's activations are more than there is likely to be room for."""
-        ranks, count = frame.grid.num_ranks, frame.num_micro_batches
-        flying = 1 if ranks == 1 else min(ranks, count)
-        kept = self.saved_bytes / count * flying / self.cost_model.cluster.num_devices
-        room = ROOM_FOR_ACTIVATIONS * self.cost_model.min_device_memory_bytes(self.options.memory_margin)
-        return kept > room
-
-    @cached_property
-    def saved_bytes(self) -> float:
-        """Bytes that a forward pass of the whole batch keeps for backward, on all devices together."""
-        prepared = prepare(self.short.graph)
-        saved = {
-            name: sum(
-                self.graph.values[value].num_bytes
-                for value in self.short.graph.operator_of[name].outputs
-                if value and prepared.name(value) in prepared.saved
-            )
-            for name in dict.fromkeys(self.short.stands_for.values())
-        }
-        return float(sum(saved[name] for name in self.short.stands_for.values()))
-
     def _ready(self, seconds: float, frame: Frame, bound: Bound, refined: bool) -> _Ready:
         """A frame to be evaluated; where no gap is allowed in the order of bounds, so that none below the best is left."""
         assert bound.cuts is not None, "only what may fit is evaluated"
-        expected = max(seconds, bound.estimate_seconds) * (DIVIDED if self._expects_recomputation(frame) else 1.0)
-        expected = expected if self.options.gap else seconds
+        excess = DIVIDED if self.expected.recomputes(frame) else 1.0
+        expected = max(seconds, bound.estimate_seconds) * excess if self.options.gap else seconds
         return _Ready(expected, next(self._number), seconds, frame, bound.cuts, refined)
 
     def _refine(self, entry: _Waiting, waiting: list[_Waiting], ready: list[_Ready]) -> None:

@@ -146,18 +146,16 @@ class StageSolver:
         """With these numbers of blocks in each mode, or where that does not fit with more of it; without recomputation, where
         little of it is wanted, if that is better."""
         plain, some, full = self._of_all_blocks(wanted)
-        recomputes = some + full > 0
-        if recomputes and plain:
-            found = fit_quickly(self.costed((plain, some, full)), self.site.available_bytes, self.solve)
-        else:
-            found = self._fitted((plain, some, full), to_beat_seconds, recomputes)
-        for part in KEPT_INSTEAD if recomputes and plain else ():
+        if not some + full:
+            return self._fitted((plain, 0, 0), to_beat_seconds)
+        found = fit_quickly(self.costed((plain, some, full)), self.site.available_bytes, self.solve)
+        for part in KEPT_INSTEAD if plain else (0.0,):
             if found.stage is not None or _is_too_slow(found, to_beat_seconds):
                 break
             keeping = int(plain * part)
             more = (keeping, some, full + plain - keeping) if full else (keeping, some + plain - keeping, 0)
             found = self._fitted(more, to_beat_seconds, bound_by_memory=True)
-        if 0 < some + full <= len(self.blocks) // 4:
+        if some + full <= len(self.blocks) // 4:
             beat = min(to_beat_seconds, _seconds(found)) if found.stage is not None else to_beat_seconds
             found = min([found, self._fitted(self._counts(1, 0), beat)], key=_rank)
         return found

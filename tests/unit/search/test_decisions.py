@@ -86,7 +86,7 @@ def test_memory_halved_turns_recomputation_on() -> None:
 
 def test_memory_less_again_turns_zero_3_on() -> None:
     graph, forced = llama(layers=4, batch=16), {"data": 2, "micro_batch_size": 16}
-    assert 3 not in levels(plan(graph, node(device(1.3)), **forced))
+    assert 3 not in levels(plan(graph, node(device(1.5)), **forced))
     assert 3 in levels(plan(graph, node(device(0.95)), **forced))
 
 
