@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+from autopar.batching import micro_batch_sizes
 from autopar.costing.operators import Role
 from autopar.errors import InputError
 from autopar.graph import OpGraph
@@ -106,10 +107,18 @@ def _check_micro_batches(graph: OpGraph, forced: Parallelism) -> None:
     """Raise InputError when several micro-batches are forced on a model that must see its batch as a whole."""
     size = forced.micro_batch_size
     coupled = coupling(graph)
-    if size is not None and size < graph.batch_size and coupled:
+    if size is None or size >= graph.batch_size:
+        return
+    if coupled:
         raise InputError(
             f"micro_batch_size={size}: {graph.model} must see its batch of {graph.batch_size} as a whole, as {coupled[0]}; "
             "leave micro_batch_size out"
+        )
+    sizes = sorted(set(micro_batch_sizes(graph.batch_size, math.ceil(graph.batch_size / size))))
+    if len(sizes) > 1 and any(one % (forced.data or 1) for one in sizes):
+        raise InputError(
+            f"micro_batch_size={size}, data={forced.data}: a batch of {graph.batch_size} makes micro-batches of {sizes} "
+            f"samples, which {forced.data} devices share out in different ways; give a micro_batch_size that divides the batch"
         )
 
 

@@ -144,6 +144,13 @@ def test_a_batch_that_does_not_divide_says_which_sizes_do() -> None:
         engines(Small(), batch(4), 2, lambda engine: engine.step(**batch(5)), data=2)
 
 
+def test_micro_batches_of_unlike_sizes_that_devices_share_out_unlike() -> None:
+    with raises(InputError, "micro_batch_size=3, data=2", "[2, 3] samples", "divides the batch"):
+        autopar.plan(Small(), LOCAL, batch(7), parallelism=autopar.Parallelism(data=2, micro_batch_size=3))
+    found = autopar.plan(Small(), LOCAL, batch(7), parallelism=autopar.Parallelism(pipeline=1, micro_batch_size=7, data=2))
+    assert found.num_micro_batches == 1
+
+
 def test_a_batch_other_than_the_planned_one_where_the_program_cannot() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:
