@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from autopar.codegen.conversions import Wiring
+from autopar.codegen.exchanges import letters_of_label
 from autopar.graph import Operator
 from autopar.reshard import steps
 from autopar.sharing import Reader
+from autopar.strategies.attention import RING
 from autopar.strategies.registry import signature_of
+from autopar.strategies.rule import Signature
 
 
 def keeps(wiring: Wiring, name: str, index: int) -> bool:
@@ -27,7 +30,7 @@ def keeps(wiring: Wiring, name: str, index: int) -> bool:
     rule = signature_of(operator, graph)
     if rule is None:
         return _keeps_without_rule(wiring, operator, index)
-    if index in rule.saved_inputs:
+    if index in rule.saved_inputs or _goes_around(wiring, operator, rule):
         return True
     storage = graph.values[operator.inputs[index]].storage
     views = [value for value in operator.outputs if value and graph.values[value].storage == storage]
@@ -35,6 +38,11 @@ def keeps(wiring: Wiring, name: str, index: int) -> bool:
         reader for view in views for reader in graph.readers_of.get(view, ()) if reader in wiring.reads
     )
     return any(keeps(wiring, *reader) for reader in readers)
+
+
+def _goes_around(wiring: Wiring, operator: Operator, rule: Signature) -> bool:
+    """Whether this is attention around a ring, which keeps its mask too: backward computes the scores again."""
+    return rule.kind == "attention" and RING in letters_of_label(wiring.resolved.operator(operator.id).label, rule)
 
 
 def _keeps_without_rule(wiring: Wiring, operator: Operator, index: int) -> bool:

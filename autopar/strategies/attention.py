@@ -12,6 +12,7 @@ from autopar.graph import ITEM_BYTES, Operator, OpGraph
 from autopar.strategies.rule import Dim, Exchange, RuleFunction, Signature, Term, letters_of
 from autopar.strategies.signatures import names, place_in_inputs, shape, signature
 
+RING = "s"  # the letter of queries and keys that are split together
 BACKWARD_PRODUCTS = 2.5  # five matrix products to the forward's two (FlashAttention-2, section 3)
 
 
@@ -49,13 +50,13 @@ def _attention(operator: Operator, graph: OpGraph) -> Signature | None:
     outputs: list[Term] = [(*leading, queries, (value[-1],))]
     exchanges: tuple[Exchange, ...] = ()
     if _may_ring(query, key, value, causal):
-        sizes["s"] = min(query[-2], key[-2])
+        sizes[RING] = min(query[-2], key[-2])
         exchanges = _ring(inputs[:3], outputs[0], operator, graph, causal)
     flops = 2.0 * math.prod(output[:-2]) * query[-2] * key[-2] * (query[-1] + value[-1])
     saves, extra = _saved(operator, graph)
     return signature(
         operator, graph, inputs, outputs, sizes, whole={"q", "k"} if causal else {"k"}, exchanges=exchanges,
-        joint={"s": ("q", "k")} if exchanges else {}, linear=((2,),), kind="attention", flops=flops,
+        joint={RING: ("q", "k")} if exchanges else {}, linear=((2,),), kind="attention", flops=flops,
         backward_flops=flops * BACKWARD_PRODUCTS, saves=saves, saves_outputs=(0,) if 0 in saves else (),
         saves_extra_bytes=extra, random=bool(operator.argument(4, "dropout_p", 0.0)),
     )  # fmt: skip
@@ -80,7 +81,7 @@ def _ring(
 
     def sent(term: Term, **how: Any) -> Exchange:
         elements = [factor for dim in term if isinstance(dim, tuple) for factor in dim if isinstance(factor, int)]
-        return Exchange("s", "send_recv", tuple(letters_of(term)), math.prod(elements) * how.pop("item", item_bytes), **how)
+        return Exchange(RING, "send_recv", tuple(letters_of(term)), math.prod(elements) * how.pop("item", item_bytes), **how)
 
     query, key, value = inputs
     found = []
