@@ -21,7 +21,7 @@ def follows_batch(graph: OpGraph) -> bool:
 
 
 def at_batch(graph: OpGraph, batch_size: int) -> OpGraph:
-    """The graph at another batch size (samples of all devices together).
+    """The graph at another batch size (samples of all devices together); the same object whenever it is asked for.
 
     Raises InputError for a size of less than 1, or for a graph of which only one size works.
     """
@@ -29,6 +29,13 @@ def at_batch(graph: OpGraph, batch_size: int) -> OpGraph:
         return graph
     if batch_size < 1 or not follows_batch(graph):
         raise InputError(f"the graph of batch {graph.batch_size} cannot be had at a batch of {batch_size}")
+    known: dict[int, OpGraph] = graph._cache.setdefault("at_batch", {})
+    if batch_size not in known:
+        known[batch_size] = _scaled(graph, batch_size)
+    return known[batch_size]
+
+
+def _scaled(graph: OpGraph, batch_size: int) -> OpGraph:
     return replace(
         graph,
         batch_size=batch_size,

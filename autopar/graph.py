@@ -259,6 +259,20 @@ class OpGraph:
         return {entry.value: entry.master or self.values[entry.value].dtype for entry in self.parameters}
 
     @cached_property
+    def canonical(self) -> dict[str, str]:
+        """Operators, values and parameters of repeated blocks -> those of the first block of their group."""
+        names: dict[str, str] = {}
+        for group in self.block_groups:
+            first = group.blocks[0]
+            for block in group.blocks:
+                names.update(zip(block.operators, first.operators, strict=True))
+                names.update(zip(block.parameters, first.parameters, strict=True))
+                for here, there in zip(block.operators, first.operators, strict=True):
+                    names.update(zip(self.operator_of[here].outputs, self.operator_of[there].outputs, strict=True))
+        names.pop("", None)
+        return names
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the structure: two models with one fingerprint take the same plans."""
         digest = hashlib.sha256()

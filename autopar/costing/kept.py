@@ -62,6 +62,7 @@ class KeptBytes:
     def __init__(self, prepared: Prepared, setting: Setting) -> None:
         self.prepared, self.setting = prepared, setting
         self.run_of: dict[str, Run] = {}
+        self._roles: dict[str, OperatorRole] = {}
         self._modes: dict[str, str] = {}
         for group in prepared.graph.block_groups:
             for block in group.blocks:
@@ -102,6 +103,11 @@ class KeptBytes:
 
     def role(self, operator: str) -> OperatorRole:
         """What is kept of an operator's results."""
+        if operator not in self._roles:
+            self._roles[operator] = self._role(operator)
+        return self._roles[operator]
+
+    def _role(self, operator: str) -> OperatorRole:
         described = self.prepared.graph.operator_of[operator]
         run = self.run_of.get(operator)
         outputs = [value for value in described.outputs if value]

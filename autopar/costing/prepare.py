@@ -78,7 +78,7 @@ class Prepared:
 
 def prepare(graph: OpGraph) -> Prepared:
     """Gather the facts of a graph."""
-    canonical = _canonical(graph)
+    canonical = graph.canonical
     representatives = [op for op in graph.operators if canonical.get(op.id, op.id) == op.id]
     found = ((operator.id, signature_of(operator, graph)) for operator in representatives)
     signatures = {name: signature for name, signature in found if signature is not None}
@@ -95,20 +95,6 @@ def prepare(graph: OpGraph) -> Prepared:
         of_parameters=_of_parameters(graph, gradient),
         space=letters_of_space([_renamed(operator, canonical) for operator in representatives], signatures),
     )
-
-
-def _canonical(graph: OpGraph) -> dict[str, str]:
-    """Operators, values and parameters of repeated blocks -> those of the representative, the first block."""
-    names: dict[str, str] = {}
-    for group in graph.block_groups:
-        first = group.blocks[0]
-        for block in group.blocks:
-            names.update(zip(block.operators, first.operators, strict=True))
-            names.update(zip(block.parameters, first.parameters, strict=True))
-            for here, there in zip(block.operators, first.operators, strict=True):
-                names.update(zip(graph.operator_of[here].outputs, graph.operator_of[there].outputs, strict=True))
-    names.pop("", None)
-    return names
 
 
 def _cuts(

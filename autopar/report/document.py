@@ -11,6 +11,7 @@ from autopar.graph import OpGraph
 from autopar.options import PlanOptions
 from autopar.plans import Plan
 from autopar.report.basis import basis_json
+from autopar.report.breakdown import seconds_of
 from autopar.report.collectives import collectives_json, hop_links
 from autopar.report.entries import fallback_entries, operator_entries, parameter_entries
 from autopar.report.neighbours import neighbours_json
@@ -19,7 +20,7 @@ from autopar.report.search import by_hand_json, chosen, solver_json
 from autopar.report.stages import predicted_json, stages_json
 from autopar.report.summary import cluster_json, main_dtype, mesh_json, model_json, warnings_of, work_json
 from autopar.report.timeline import timeline_json
-from autopar.report.views import View, canonical_names, views
+from autopar.report.views import View, views
 from autopar.search.evaluate import Evaluated
 from autopar.search.joint import Found
 from cost_models import Cluster, simulate
@@ -38,11 +39,12 @@ def details(
     ``found``: the search that ended with the plan; ``rivals``: plans of one stage as people write them by hand.
     """
     made = parts(plan, graph)
-    best, shown, canonical = chosen(found), views(plan, made, found), canonical_names(graph)
+    best, shown, canonical = chosen(found), views(plan, made, found), graph.canonical
     times, num_ranks = [view.times for view in shown], best.frame.grid.num_ranks
     step = simulate(plan.schedule, times, best.hops, num_ranks, plan.num_micro_batches)
     work = work_json(shown, plan.batch_size / plan.micro_batch_size, best.step_seconds, graph, cluster)
-    predicted = predicted_json(shown, step, best.step_seconds, graph.batch_size, work)
+    seconds = [seconds_of(view) for view in shown]
+    predicted = predicted_json(shown, seconds, step, best.step_seconds, graph.batch_size, work)
     solver = solver_json(found, shown)
     operators, collectives = (
         operator_entries(shown, canonical),
@@ -61,7 +63,7 @@ def details(
         "options": json.loads(json.dumps(options.to_json())),
         "mesh": mesh_json(shown, cluster),
         "schedule": _schedule(plan, shown, num_ranks, predicted["bubble_fraction"], cluster),
-        "stages": stages_json(shown, graph, best.hops),
+        "stages": stages_json(shown, seconds, graph, best.hops),
         "operators": operators,
         "parameters": parameter_entries(shown, canonical),
         "collectives": collectives,

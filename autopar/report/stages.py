@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from autopar.graph import OpGraph
-from autopar.report.breakdown import Bytes, Seconds, added, bytes_of, seconds_of
+from autopar.report.breakdown import Bytes, Seconds, added, bytes_of
 from autopar.report.views import View
 from autopar.staging import derived_operators
 from cost_models import Hops, Simulation
@@ -19,8 +19,11 @@ from cost_models import Hops, Simulation
 Item = TypeVar("Item")
 
 
-def stages_json(views: Sequence[View], graph: OpGraph, hops: Hops) -> list[dict[str, Any]]:
-    """All stages in the order of the model. ``like`` is the first stage that is planned in the same way."""
+def stages_json(
+    views: Sequence[View], seconds: Sequence[Seconds], graph: OpGraph, hops: Hops
+) -> list[dict[str, Any]]:
+    """All stages in the order of the model, each with its ``seconds``. ``like`` is the first stage that is planned in the same
+    way."""
     return [
         {
             "index": view.index,
@@ -32,10 +35,10 @@ def stages_json(views: Sequence[View], graph: OpGraph, hops: Hops) -> list[dict[
             **_modules(view, several=len(views) > 1),
             "blocks": _blocks(view, graph),
             "in_flight": view.costed.setting.in_flight,
-            "seconds": _seconds(view, seconds_of(view), hops),
+            "seconds": _seconds(view, own, hops),
             "memory": bytes_of(view).to_json(view.candidate.available_bytes, view.candidate.host_available_bytes),
         }
-        for view in views
+        for view, own in zip(views, seconds, strict=True)
     ]
 
 
@@ -92,12 +95,17 @@ def runs(items: Sequence[Item]) -> list[list[Item | int]]:
 
 
 def predicted_json(
-    views: Sequence[View], simulation: Simulation, step_seconds: float, batch_size: int, work: Mapping[str, Any]
+    views: Sequence[View],
+    seconds: Sequence[Seconds],
+    simulation: Simulation,
+    step_seconds: float,
+    batch_size: int,
+    work: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The predicted step. ``breakdown`` is the mean over the pipeline ranks and adds up to the step; ``memory`` is that of
     the devices of the fullest rank, all of its stages together."""
     ranks = sorted({view.rank for view in views})
-    kinds = added((seconds_of(view) for view in views), Seconds)
+    kinds = added(seconds, Seconds)
     mean = {kind: seconds / len(ranks) for kind, seconds in kinds.to_json().items()}
     idle = step_seconds - math.fsum(mean.values())
     memory = {rank: added((bytes_of(view) for view in views if view.rank == rank), Bytes) for rank in ranks}

@@ -137,17 +137,3 @@ def _names(graph: OpGraph, costed: OpGraph) -> dict[str, str]:
         names[ours.id] = theirs.id
         names.update(zip((*ours.inputs, *ours.outputs), (*theirs.inputs, *theirs.outputs), strict=True))
     return names
-
-
-def canonical_names(graph: OpGraph) -> dict[str, str]:
-    """Operators, values and parameters of the model's repeated blocks -> those of the first block."""
-    names: dict[str, str] = {}
-    for group in graph.block_groups:
-        first = group.blocks[0]
-        for block in group.blocks:
-            names.update(zip(block.parameters, first.parameters, strict=True))
-            for here, there in zip(block.operators, first.operators, strict=True):
-                names[here] = there
-                names.update(zip(graph.operator_of[here].outputs, graph.operator_of[there].outputs, strict=True))
-    names.pop("", None)
-    return names

@@ -119,7 +119,6 @@ class JointSearch:
         self._stretches: dict[object, Stretches] = {}
         self._hints: dict[object, Hint] = {}
         self._prepared: dict[int, Prepared] = {}
-        self._graphs: dict[int, OpGraph] = {}
         self._each: dict[Grid, list[tuple[int, float]]] = {}
         self._middles: dict[int, OpGraph | None] = {}
         self._styles: dict[object, Style] = {}
@@ -396,9 +395,7 @@ class JointSearch:
 
     def graph_of(self, frame: Frame) -> OpGraph:
         size = math.ceil(self.graph.batch_size / frame.num_micro_batches)
-        if size not in self._graphs:
-            self._graphs[size] = at_batch(self.graph, size)
-        return self._graphs[size]
+        return at_batch(self.graph, size)
 
     def _evaluate(self, entry: _Ready) -> float:
         """Evaluate a frame; returns a bound of all of its plans that remain."""

@@ -5,10 +5,11 @@ Enters: a graph. Leaves: the short graph, and for every operator of the whole on
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.graph import Operator, OpGraph, Ref
+from autopar.graph import Operator, OpGraph, Ref, Value
 
 MOST_BLOCKS = 3  # the first, which follows something else, one between blocks, and the last
 
@@ -40,17 +41,28 @@ def shortened(graph: OpGraph) -> Short:
         return Short(graph, operators)
     rest = tuple(_reading(operator, values) for operator in graph.operators if operator.id not in left_out)
     read = {value for operator in rest for value in operator.inputs}
+    outputs = tuple(replace(output, value=values.get(output.value, output.value)) for output in graph.outputs)
+    buffers = tuple(buffer for buffer in graph.buffers if buffer.value in read)
     short = replace(
         graph,
+        values=_values(graph, rest, [*read, *(out.value for out in outputs), *(b.updated for b in buffers if b.updated)]),
         operators=rest,
         parameters=tuple(parameter for parameter in graph.parameters if parameter.value in read),
-        buffers=tuple(buffer for buffer in graph.buffers if buffer.value in read),
+        buffers=buffers,
         constants=tuple(constant for constant in graph.constants if constant.value in read),
-        outputs=tuple(replace(output, value=values.get(output.value, output.value)) for output in graph.outputs),
+        outputs=outputs,
         block_groups=tuple(groups),
         _cache={},
     )
     return Short(short, operators)
+
+
+def _values(graph: OpGraph, operators: Sequence[Operator], more: Iterable[str]) -> dict[str, Value]:
+    """The values that operators make, those of the inputs, and ``more``, with what their memory belongs to."""
+    names = {value for operator in operators for value in operator.outputs if value}
+    names.update((entry.value for entry in graph.inputs), graph.received, more)
+    names.update(graph.values[name].storage or name for name in tuple(names))
+    return {name: value for name, value in graph.values.items() if name in names}
 
 
 def _reading(operator: Operator, values: dict[str, str]) -> Operator:

@@ -60,13 +60,9 @@ def signature_of(operator: Operator, graph: OpGraph) -> Signature | None:
 
 def signatures_of(graph: OpGraph) -> dict[str, Signature | None]:
     """The rule of each operator by its id; those of repeated blocks are looked at once."""
-    first: dict[str, str] = {}
-    for group in graph.block_groups:
-        for block in group.blocks:
-            first.update(zip(block.operators, group.blocks[0].operators, strict=True))
     found: dict[str, Signature | None] = {}
     for operator in graph.operators:
-        like = first.get(operator.id)
+        like = graph.canonical.get(operator.id)
         found[operator.id] = found[like] if like in found else signature_of(operator, graph)
     return found
 
