@@ -152,6 +152,19 @@ PARTIAL = Whole("P")
 
 State = Shard | Whole
 Layout = tuple[State, ...]
+
+
+class Layouts(tuple[Layout, ...]):
+    """Several layouts, as a key that is looked up often: the hash is kept."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
 Split = tuple[Cut, int, int]  # a cut, the number of parts, which of them
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.layout import Layout, Shard, State, local_size, splits_of
-from autopar.reshard import APART, COLLECTIVES, INDEPENDENT, WHOLES, path, relation
+from autopar.reshard import APART, COLLECTIVES, INDEPENDENT, WHOLES, CollectiveKind, path, relation
 
 IntArray = NDArray[np.int64]
 
@@ -25,35 +25,83 @@ STEP_NAMES = tuple(COLLECTIVES)
 _NUMBER = {name: number for number, name in enumerate(STEP_NAMES)}
 
 
-@dataclass(frozen=True, eq=False)
-class Moves:
-    """Distinct steps from layout to layout, and the ways made of them.
+# Of each step, by its number, whether it runs a kind of collective, (forward and backward, steps).
+_RUNS: Mapping[CollectiveKind, NDArray[np.bool_]] = {
+    kind: np.array([[kinds[way] == kind for kinds in COLLECTIVES.values()] for way in (0, 1)])
+    for kind in dict.fromkeys(kind for kinds in COLLECTIVES.values() for kind in kinds if kind)
+}
 
-    A layout is a row of places in ``states``. Of each move: ``before`` and ``after`` (moves, axes), ``axis`` and ``name``
+
+@dataclass(frozen=True)
+class Running:
+    """A kind of collective on an axis: the moves that run it, and which of forward and backward do (2, moves)."""
+
+    axis: int
+    kind: CollectiveKind
+    places: IntArray
+    ways: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """Distinct steps from layout to layout, and the ways made of them, whatever the states are.
+
+    A layout is a row of numbers of states. Of each move: ``before`` and ``after`` (moves, axes), ``axis`` and ``name``
     (moves,), a place in :data:`STEP_NAMES`. ``taken`` (longest way, pairs) are the moves of each pair in their order, those
     of the first source first; a shorter way ends in -1.
     """
 
-    states: tuple[State, ...]
     before: IntArray
     after: IntArray
     axis: IntArray
     name: IntArray
     taken: IntArray
+    _alike: dict[bytes, tuple[IntArray, IntArray]] = field(default_factory=dict)
+
+    @cached_property
+    def running(self) -> tuple[Running, ...]:
+        """All collectives."""
+        found = []
+        for axis in range(self.before.shape[1]):
+            here = np.flatnonzero(self.axis == axis)
+            for kind, runs in _RUNS.items():
+                running = runs[:, self.name[here]]
+                chosen = running.any(axis=0)
+                if chosen.any():
+                    found.append(Running(axis, kind, here[chosen], running[:, chosen]))
+        return tuple(found)
+
+    def alike(self, cutting: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+        """Of the layouts before and then after all moves the first of each kind, and the kind of every one: of one kind are
+        those that agree in the states that are ``cutting``."""
+        key = cutting.tobytes()
+        if key not in self._alike:
+            layouts = np.concatenate([self.before, self.after])
+            rows = np.where(cutting[layouts], layouts, 0).T
+            self._alike[key] = _distinct(rows, [len(cutting)] * len(rows))
+        return self._alike[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Ways between layouts of these ``states``; ``dims`` are those that the states cut, -1 where a state is whole."""
+
+    states: tuple[State, ...]
+    dims: IntArray
+    ways: Ways
 
     def local_sizes(self, shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[IntArray, IntArray]:
         """Sizes (moves, dims) on the first device of a tensor of global ``shape``, before and after each move."""
-        layouts = np.concatenate([self.before, self.after])
-        sizes: IntArray = np.empty((len(layouts), len(shape)), dtype=np.int64)
+        before, after = self.ways.before, self.ways.after
+        sizes: IntArray = np.empty((len(before) + len(after), len(shape)), dtype=np.int64)
         for dim, size in enumerate(shape):
-            cutting = np.array([isinstance(state, Shard) and state.dim == dim for state in self.states])
-            first, which = _distinct(np.where(cutting[layouts], layouts, 0).T, [len(self.states)] * layouts.shape[1])
+            first, which = self.ways.alike(self.dims == dim)
+            rows = (before[row] if row < len(before) else after[row - len(before)] for row in first)
             splits = (
-                splits_of(tuple(self.states[place] for place in layouts[row]), dim, mesh_shape, (0,) * len(mesh_shape))
-                for row in first
+                splits_of(tuple(self.states[place] for place in row), dim, mesh_shape, (0,) * len(mesh_shape)) for row in rows
             )
             sizes[:, dim] = np.array([local_size(size, cuts) for cuts in splits], dtype=np.int64)[which]
-        return sizes[: len(self.before)], sizes[len(self.before) :]
+        return sizes[: len(before)], sizes[len(before) :]
 
 
 def moves(sources: Sequence[Layout], targets: Sequence[Layout]) -> Moves:
@@ -64,15 +112,14 @@ def moves(sources: Sequence[Layout], targets: Sequence[Layout]) -> Moves:
         np.array([[place[state] for state in layout] for layout in layouts], dtype=np.int16) for layouts in (sources, targets)
     )
     related = np.array([[relation(one, other) for other in states] for one in states], dtype=np.int8)
-    return Moves(states, *_ways(starts.tobytes(), ends.tobytes(), related.tobytes(), len(sources[0]), len(states)))
+    dims = np.array([state.dim if isinstance(state, Shard) else -1 for state in states], dtype=np.int64)
+    return Moves(states, dims, _ways(starts.tobytes(), ends.tobytes(), related.tobytes(), len(sources[0]), len(states)))
 
 
-@lru_cache(maxsize=128)  # about as many as one mesh has
-def _ways(
-    source: bytes, target: bytes, relations: bytes, num_axes: int, num_states: int
-) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-    """What follows the states in :class:`Moves`, from arrays of 16 bits (layouts, axes) and of 8 bits (states, states): the
-    same for tensors of many shapes, and for other sizes of batch and mesh."""
+@lru_cache(maxsize=512)  # about as many as the meshes of a search have
+def _ways(source: bytes, target: bytes, relations: bytes, num_axes: int, num_states: int) -> Ways:
+    """The ways, from arrays of 16 bits (layouts, axes) and of 8 bits (states, states): the same for tensors of many shapes, and
+    for other sizes of batch and mesh."""
     starts, ends = (np.frombuffer(held, dtype=np.int16).reshape(-1, num_axes).astype(np.int64) for held in (source, target))
     current, wanted = np.repeat(starts, len(ends), axis=0).T.copy(), np.tile(ends, (len(starts), 1)).T.copy()
     related = np.frombuffer(relations, dtype=np.int8).reshape(num_states, num_states)
@@ -86,7 +133,7 @@ def _ways(
     before = np.stack(layout, axis=1)
     after = before.copy()
     after[np.arange(len(after)), axis] = state
-    return before, after, axis, name, which
+    return Ways(before, after, axis, name, which)
 
 
 def _walked(coded: IntArray, source: IntArray, wanted: IntArray, num_states: int, nothing: int) -> IntArray:

@@ -331,8 +331,7 @@ def local_bytes(prepared: Prepared, conversions: Conversions, value: str, column
     """Bytes of a value on the first device, by choice."""
     described = prepared.graph.values[value]
     item = described.num_bytes / max(described.num_elements, 1)
-    elements = [conversions.local_elements(described.shape, layout) for layout in column.distinct]
-    return np.asarray(np.array(elements, dtype=np.float64)[column.which] * item)
+    return np.asarray(conversions.elements_of(described.shape, column.distinct)[column.which] * item)
 
 
 def _flops(operator: Operator, prepared: Prepared, signature: Signature | None) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.costing.conversions import FloatArray
-from autopar.layout import Layout
+from autopar.layout import Layout, Layouts
 from autopar.strategies.choices import Strategy
 
 
@@ -16,12 +16,12 @@ from autopar.strategies.choices import Strategy
 class LayoutColumn:
     """The layouts that a list of choices gives a tensor: the distinct ones, and for each choice which of them."""
 
-    distinct: tuple[Layout, ...]
+    distinct: Layouts
     which: np.ndarray
 
     @staticmethod
     def of(layouts: Sequence[Layout]) -> LayoutColumn:
-        distinct = tuple(dict.fromkeys(layouts))
+        distinct = Layouts(dict.fromkeys(layouts))
         place = {layout: index for index, layout in enumerate(distinct)}
         return LayoutColumn(distinct, np.array([place[layout] for layout in layouts], dtype=np.intp))
 

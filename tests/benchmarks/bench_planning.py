@@ -1,7 +1,8 @@
 """Seconds and memory of planning large models for large clusters, as multiples of one torch.export call in the same run.
 
-``python -m tests.benchmarks.bench_planning [CASE ...]``; without names every case is run. Each case is planned in a process
-of its own, so that peak memory is its own; models are on meta.
+``python -m tests.benchmarks.bench_planning [--runs N] [CASE ...]``; without names every case is run. Each is planned in a
+process of its own, so that peak memory is its own; models are on meta. With several runs the cases take turns, and the medians
+are printed at the end, as machines are not always equally fast.
 
     one-stage-64, one-stage-256    Llama-70B (80 layers, sequence 4096, bfloat16) for 64 H100 (batch 128) and 256 H100
                                    (batch 512), one stage, every mesh of up to two axes, micro-batches, recomputation
@@ -17,12 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -91,7 +95,7 @@ CASES = {
 }
 
 
-def measure(case: Case) -> dict[str, object]:
+def measure(case: Case) -> dict[str, Any]:
     """Plan once in this process."""
     model, inputs = case.model()
     start = time.perf_counter()
@@ -101,11 +105,14 @@ def measure(case: Case) -> dict[str, object]:
     try:
         made = plan(model, case.cluster(), inputs, parallelism=case.parallelism)
     except InfeasibleError as error:
-        return {"seconds": time.perf_counter() - start, "export_seconds": exporting, "infeasible": str(error)}
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "after_seconds": math.nan, "export_seconds": exporting, "infeasible": str(error)}
     seconds = time.perf_counter() - start
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = made.report()
     return {
         "seconds": seconds,
+        "after_seconds": seconds - made.timings["trace"],
         "export_seconds": exporting,
         "phases": dict(made.timings),
         "mesh": str(made.stages[0].mesh),
@@ -113,11 +120,11 @@ def measure(case: Case) -> dict[str, object]:
         "solver": {key: value for key, value in report["solver"].items() if isinstance(value, (int, float, str))},
         "step_seconds": report["predicted"]["step_seconds"],
         "mfu": report["predicted"]["mfu"]["value"],
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak_bytes,
     }
 
 
-def in_process(name: str) -> dict[str, object]:
+def in_process(name: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", __spec__.name, "--child", name], capture_output=True, text=True, check=False
     )
@@ -126,14 +133,30 @@ def in_process(name: str) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def show(name: str, found: dict[str, object]) -> None:
-    ratio = found["seconds"] / found["export_seconds"]  # type: ignore[operator]
-    print(f"{name}: {found['seconds']:.1f} s, one torch.export {found['export_seconds']:.1f} s, ratio {ratio:.2f}")
+def times(found: dict[str, Any]) -> str:
+    ratio = found["seconds"] / found["export_seconds"]
+    return (
+        f"{found['seconds']:.1f} s, {found['after_seconds']:.1f} s of it after tracing, one torch.export "
+        f"{found['export_seconds']:.1f} s, ratio {ratio:.2f}"
+    )
+
+
+def show_medians(name: str, runs: list[dict[str, Any]]) -> None:
+    """The medians of a case's runs; the ratio's is that of the runs' own ratios."""
+    kinds = ("seconds", "after_seconds", "export_seconds")
+    seconds, after, exporting = (statistics.median(run[kind] for run in runs) for kind in kinds)
+    ratio = statistics.median(run["seconds"] / run["export_seconds"] for run in runs)
+    print(f"{name}, medians of {len(runs)}: {seconds:.1f} s, {after:.1f} s of it after tracing, one torch.export "
+          f"{exporting:.1f} s, ratio {ratio:.2f}")  # fmt: skip
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    print(f"{name}: {times(found)}")
     if "infeasible" in found:
         print(f"  {found['infeasible']}")
         return
-    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in found["phases"].items())  # type: ignore[attr-defined]
-    print(f"  phases: {phases}; peak {found['peak_bytes'] / 1e9:.2f} GB")  # type: ignore[operator]
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in found["phases"].items())
+    print(f"  phases: {phases}; peak {found['peak_bytes'] / 1e9:.2f} GB")
     print(f"  {found['mesh']}, {found['schedule']}")
     print(f"  predicted step {found['step_seconds']:.2f} s, MFU {found['mfu']:.3f}; {found['solver']}", flush=True)
 
@@ -141,14 +164,20 @@ def show(name: str, found: dict[str, object]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--child")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     if arguments.child:
         print(json.dumps(measure(CASES[arguments.child])))
         return
-    for name in arguments.cases or CASES:
-        show(name, in_process(name))
+    names = arguments.cases or list(CASES)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for name in names * arguments.runs:
+        found[name].append(in_process(name))
+        show(name, found[name][-1])
+    for name, runs in found.items() if arguments.runs > 1 else ():
+        show_medians(name, runs)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_prices_are_those_of_the_steps(shape: tuple[int, ...]) -> None:
 
 def test_each_move_is_listed_once() -> None:
     layouts = list(itertools.product(STATES[:5], repeat=2))
-    found = moves(layouts, layouts)
+    found = moves(layouts, layouts).ways
     listed = {
         (tuple(before), tuple(after)) for before, after in zip(found.before.tolist(), found.after.tolist(), strict=True)
     }
