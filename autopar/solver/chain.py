@@ -158,7 +158,8 @@ class Elimination:
         """(num weights, entry states, exit states): the least cost of the unit between its ports; one state where there is
         none. weights: (num weights, rows), the first row's weight above 0."""
         given = weights.astype(np.float32)
-        tables = [_weighted(given, factor.rows) for factor in self.unit.factors]
+        with np.errstate(invalid="ignore"):  # kernels for some processors fill vectors up with 0, which meets infinity there
+            tables = [_weighted(given, factor.rows) for factor in self.unit.factors]
         room = np.empty(len(weights) * self._most_entries, dtype=np.float32)
         total = np.zeros(len(weights), dtype=np.float32)
         for step in self._steps:
