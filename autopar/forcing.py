@@ -104,7 +104,8 @@ def check_forced(graph: OpGraph, options: PlanOptions) -> None:
 
 
 def _check_micro_batches(graph: OpGraph, forced: Parallelism) -> None:
-    """Raise InputError when several micro-batches are forced on a model that must see its batch as a whole."""
+    """Raise InputError when several micro-batches are forced on a model that must see its batch as a whole, or micro-batches of
+    unlike sizes on data parallelism that shares them out in different ways."""
     size = forced.micro_batch_size
     coupled = coupling(graph)
     if size is None or size >= graph.batch_size:

@@ -281,9 +281,9 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def _is_unlimited(candidate: Candidate) -> bool:
-    """Whether the plan fits and is as fast as any without regard to memory."""
+    """Whether the plan fits though it was found without regard to memory."""
     unbounded = math.isinf(float(candidate.costed.problem.memory_budgets_bytes[0]))
-    return candidate.stage is not None and candidate.assignment.gap == 0.0 and unbounded
+    return candidate.stage is not None and unbounded
 
 
 def _with_storage(costed: Costed, storage: Mapping[str, frozenset[Layout]]) -> Costed:

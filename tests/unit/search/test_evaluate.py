@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from autopar.options import PlanOptions
 from autopar.planner import Search
 from autopar.search.clock import Clock
 from autopar.search.space import Frame, Grid
+from autopar.solver import Assignment, Problem, Status
 from autopar.tracing import trace
 from cost_models import Cluster, CostModel
 
@@ -54,3 +57,21 @@ def test_stages_alike_are_solved_once() -> None:
     found = search.evaluator.evaluate(frame, search.graph_of(frame), cuts, ("whole",))
     assert found.fits and len(solved) == 3  # the first, both in the middle, the last
     assert found.stages[1].times == found.stages[2].times
+
+
+def test_a_stage_that_fits_is_solved_without_recomputation_alone() -> None:
+    """Also where the solver leaves a gap: recomputing could not make it faster."""
+    graph = trace(HalfFrozen().requires_grad_(True), torch.ones(8, 16)).graph
+    search = Search(graph, CostModel(Cluster.local(4)), PlanOptions(), Clock({}), lambda message: None)
+    solved = []
+    solve = search.evaluator.solve
+
+    def nearly(problem: Problem) -> Assignment:
+        solved.append(problem)
+        found = solve(problem)
+        return replace(found, lower_bound_seconds=0.99 * found.cost_seconds, status=Status.FEASIBLE)
+
+    search.evaluator.solve = nearly
+    frame = Frame(Grid(1, (4,), ("free",), (0,)), 1, "single", 1)
+    found = search.evaluator.evaluate(frame, search.graph_of(frame), (), ("whole",))
+    assert found.fits and len(solved) == 1
