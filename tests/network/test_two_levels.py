@@ -121,7 +121,7 @@ def profiled(folder: Path, name: str) -> tuple[Profile, Cluster]:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": card, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment))
     try:
-        codes = [process.wait(timeout=400) for process in started]
+        codes = [process.wait(timeout=600) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -38,7 +38,7 @@ def main(folder: Path, name: str) -> None:
     join_group("cpu")
     cluster = gathered_cluster(Ranks().gather, on_cpu=True)
     model, batch = model_and_batch()
-    autopar.profile(model, cluster, batch, path=folder / f"{name}.json", budget_seconds=20.0)
+    autopar.profile(model, cluster, batch, path=folder / f"{name}.json", budget_seconds=180.0)
     if dist.get_rank() == 0:
         cluster.save(folder / f"{name}_cluster.json")
     dist.barrier()
