@@ -55,21 +55,8 @@ def hosts() -> Iterator[None]:
         for host in HOSTS:
             run("ip", "netns", "add", host)
             run("ip", "-n", host, "link", "set", "lo", "up")
-        run(
-            "ip",
-            "link",
-            "add",
-            CARDS[0],
-            "netns",
-            HOSTS[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            CARDS[1],
-            "netns",
-            HOSTS[1],
-        )
+        ends = (CARDS[0], "netns", HOSTS[0], "type", "veth", "peer", "name", CARDS[1], "netns", HOSTS[1])
+        run("ip", "link", "add", *ends)
         for host, card, address in zip(HOSTS, CARDS, ADDRESSES, strict=True):
             run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", card)
             run("ip", "-n", host, "link", "set", card, "up")
@@ -81,23 +68,8 @@ def hosts() -> Iterator[None]:
 
 def limit(card: str, host: str, bits: float) -> None:
     """Let no more than so many bits a second out of a card."""
-    burst = ("burst", "256kb", "latency", "50ms")
-    run(
-        "ip",
-        "netns",
-        "exec",
-        host,
-        "tc",
-        "qdisc",
-        "replace",
-        "dev",
-        card,
-        "root",
-        "tbf",
-        "rate",
-        f"{bits:.0f}bit",
-        *burst,
-    )
+    bucket = ("tbf", "rate", f"{bits:.0f}bit", "burst", "256kb", "latency", "50ms")
+    run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", card, "root", *bucket)
 
 
 def profiled(folder: Path, name: str) -> tuple[Profile, Cluster]:
@@ -106,16 +78,7 @@ def profiled(folder: Path, name: str) -> tuple[Profile, Cluster]:
     for number, (host, card) in enumerate(zip(HOSTS, CARDS, strict=True)):
         command = [
             *("ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-            *(
-                "--nproc-per-node",
-                "2",
-                "--node-rank",
-                str(number),
-                "--master-addr",
-                ADDRESSES[0],
-                "--master-port",
-                "29555",
-            ),
+            *("--nproc-per-node", "2", "--node-rank", str(number), "--master-addr", ADDRESSES[0], "--master-port", "29555"),
             *("-m", "tests.network.two_level_worker", str(folder), name),
         ]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": card, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
