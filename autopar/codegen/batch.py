@@ -23,26 +23,17 @@ class BatchDims:
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
-        self._canonical: dict[str, str] = {}
-        repeated: set[str] = set()
-        for group in graph.block_groups:
-            first = group.blocks[0]
-            for block in group.blocks[1:]:
-                repeated.update(block.operators)
-                for here, there in zip(block.operators, first.operators, strict=True):
-                    pairs = zip(graph.operator_of[here].outputs, graph.operator_of[there].outputs, strict=True)
-                    self._canonical.update(pair for pair in pairs if pair[0])
         self._dims: dict[str, set[int]] = {
             entry.value: {entry.batch_dim} for entry in graph.inputs if entry.batch_dim is not None
         }
         self._dims.update({value: set(graph.values[value].batch_dims) for value in graph.received})
         for operator in graph.operators if self._dims else ():
-            if operator.id not in repeated:
+            if graph.canonical.get(operator.id, operator.id) == operator.id:
                 self._follow(operator)
 
     def of(self, value: str) -> frozenset[int]:
         """The dims of a value that follow the batch."""
-        return frozenset(self._dims.get(self._canonical.get(value, value), ()))
+        return frozenset(self._dims.get(self.graph.canonical.get(value, value), ()))
 
     def whole_dim(self, value: str) -> int | None:
         """The dim that is the batch itself, or None."""

@@ -112,7 +112,7 @@ class Conversions:
         for running in ways.running:
             if self.mesh.shape[running.axis] > 1:
                 each = self.axes[running.axis].seconds(running.kind, num_bytes[running.places])
-                seconds[:, running.places] += running.ways * each
+                seconds[:, running.places] += running.passes * each
         return seconds
 
     def _copy_seconds(self, value: Value, moved: FloatArray) -> FloatArray:

@@ -24,7 +24,6 @@ IntArray = NDArray[np.int64]
 STEP_NAMES = tuple(COLLECTIVES)
 _NUMBER = {name: number for number, name in enumerate(STEP_NAMES)}
 
-
 # Of each step, by its number, whether it runs a kind of collective, (forward and backward, steps).
 _RUNS: Mapping[CollectiveKind, NDArray[np.bool_]] = {
     kind: np.array([[kinds[way] == kind for kinds in COLLECTIVES.values()] for way in (0, 1)])
@@ -34,12 +33,13 @@ _RUNS: Mapping[CollectiveKind, NDArray[np.bool_]] = {
 
 @dataclass(frozen=True)
 class Running:
-    """A kind of collective on an axis: the moves that run it, and which of forward and backward do (2, moves)."""
+    """A kind of collective on an axis: the moves that run it, and in which passes they do, forward and backward
+    (2, moves)."""
 
     axis: int
     kind: CollectiveKind
     places: IntArray
-    ways: NDArray[np.bool_]
+    passes: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

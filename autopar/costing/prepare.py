@@ -26,16 +26,14 @@ from autopar.strategies.spatial import letters_of_space
 class Prepared:
     """Facts of a graph. Ids are canonical where noted: of the representative of a repeated block.
 
-    ``canonical`` maps operators and values of repeated blocks to the representative's; ``signatures`` and ``cuts`` are by
-    canonical operator (an operator without a rule has no entry); ``gradient`` are the values through which a gradient
-    flows; ``saved`` the canonical storages that autograd keeps for backward; ``derived`` the canonical operators
-    that depend on no parameter (masks, positions, rotary tables); ``of_parameters`` those whose gradient flows to
-    parameters only (an embedding of positions, a cast of a weight). ``space`` are letters of space by canonical operator,
+    ``signatures`` and ``cuts`` are by canonical operator (an operator without a rule has no entry); ``gradient`` are the
+    values through which a gradient flows; ``saved`` the canonical storages that autograd keeps for backward; ``derived`` the
+    canonical operators that depend on no parameter (masks, positions, rotary tables); ``of_parameters`` those whose
+    gradient flows to parameters only (an embedding of positions, a cast of a weight). ``space`` are letters of space by canonical operator,
     longest first.
     """
 
     graph: OpGraph
-    canonical: Mapping[str, str]
     signatures: Mapping[str, Signature]
     cuts: Mapping[str, LetterCuts]
     gradient: frozenset[str]
@@ -47,7 +45,7 @@ class Prepared:
 
     def name(self, item: str) -> str:
         """The canonical id of an operator or value."""
-        return self.canonical.get(item, item)
+        return self.graph.canonical.get(item, item)
 
     def flows(self, operator: Operator, index: int) -> bool:
         """Whether a gradient flows back through an operator's tensor input."""
@@ -85,7 +83,6 @@ def prepare(graph: OpGraph) -> Prepared:
     gradient = has_gradient(graph)
     return Prepared(
         graph=graph,
-        canonical=canonical,
         signatures=signatures,
         cuts=_cuts(graph, canonical, signatures),
         gradient=gradient,

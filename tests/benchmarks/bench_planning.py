@@ -133,25 +133,16 @@ def in_process(name: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def times(found: dict[str, Any]) -> str:
-    ratio = found["seconds"] / found["export_seconds"]
-    return (
-        f"{found['seconds']:.1f} s, {found['after_seconds']:.1f} s of it after tracing, one torch.export "
-        f"{found['export_seconds']:.1f} s, ratio {ratio:.2f}"
-    )
-
-
-def show_medians(name: str, runs: list[dict[str, Any]]) -> None:
+def times(runs: list[dict[str, Any]]) -> str:
     """The medians of a case's runs; the ratio's is that of the runs' own ratios."""
     kinds = ("seconds", "after_seconds", "export_seconds")
     seconds, after, exporting = (statistics.median(run[kind] for run in runs) for kind in kinds)
     ratio = statistics.median(run["seconds"] / run["export_seconds"] for run in runs)
-    print(f"{name}, medians of {len(runs)}: {seconds:.1f} s, {after:.1f} s of it after tracing, one torch.export "
-          f"{exporting:.1f} s, ratio {ratio:.2f}")  # fmt: skip
+    return f"{seconds:.1f} s, {after:.1f} s of it after tracing, one torch.export {exporting:.1f} s, ratio {ratio:.2f}"
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    print(f"{name}: {times(found)}")
+    print(f"{name}: {times([found])}")
     if "infeasible" in found:
         print(f"  {found['infeasible']}")
         return
@@ -177,7 +168,7 @@ def main() -> None:
         found[name].append(in_process(name))
         show(name, found[name][-1])
     for name, runs in found.items() if arguments.runs > 1 else ():
-        show_medians(name, runs)
+        print(f"{name}, medians of {len(runs)}: {times(runs)}")
 
 
 if __name__ == "__main__":
