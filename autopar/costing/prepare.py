@@ -28,9 +28,9 @@ class Prepared:
 
     ``signatures`` and ``cuts`` are by canonical operator (an operator without a rule has no entry); ``gradient`` are the
     values through which a gradient flows; ``saved`` the canonical storages that autograd keeps for backward; ``derived`` the
-    canonical operators that depend on no parameter (masks, positions, rotary tables); ``of_parameters`` those whose
-    gradient flows to parameters only (an embedding of positions, a cast of a weight). ``space`` are letters of space by canonical operator,
-    longest first.
+    canonical operators that depend on no parameter (masks, positions, rotary tables); ``of_parameters`` those whose gradient
+    flows to parameters only (an embedding of positions, a cast of a weight). ``space`` are letters of space by canonical
+    operator, longest first.
     """
 
     graph: OpGraph
