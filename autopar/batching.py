@@ -6,6 +6,7 @@ size would have it; ids stay, so that a plan for one holds for both.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,22 +37,48 @@ def at_batch(graph: OpGraph, batch_size: int) -> OpGraph:
 
 
 def _scaled(graph: OpGraph, batch_size: int) -> OpGraph:
+    follow = graph.of_structure("operators that follow the batch", _following)
+    operators = tuple(
+        _operator(_by_number(operator, graph), graph.batch_size, batch_size) if operator.id in follow else operator
+        for operator in graph.operators
+    )
+    alike = all(here.target == there.target for here, there in zip(operators, graph.operators, strict=True))
+    shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+    for value in graph.values.values():
+        if value.batch_dims and (value.shape, value.batch_dims) not in shapes:
+            shapes[value.shape, value.batch_dims] = _shape(value, graph.batch_size, batch_size)
     return replace(
         graph,
         batch_size=batch_size,
-        values={name: _value(value, graph.batch_size, batch_size) for name, value in graph.values.items()},
-        operators=tuple(
-            _operator(_by_number(operator, graph), graph.batch_size, batch_size) for operator in graph.operators
-        ),
-        _cache={},
+        values={name: _value(value, shapes) for name, value in graph.values.items()},
+        operators=operators,
+        _cache={"structure": graph._cache.setdefault("structure", {})} if alike else {},
     )
 
 
-def _value(value: Value, before: int, after: int) -> Value:
+def _following(graph: OpGraph) -> frozenset[str]:
+    """Operators that may be called otherwise at another size; of like blocks only the first is looked at."""
+    found = {
+        operator.id
+        for operator in graph.operators
+        if graph.canonical.get(operator.id, operator.id) == operator.id
+        and (operator.target.startswith("aten.squeeze.") or _has_literals((operator.args, operator.kwargs)))
+    }
+    return frozenset(op.id for op in graph.operators if graph.canonical.get(op.id, op.id) in found)
+
+
+def _shape(value: Value, before: int, after: int) -> tuple[int, ...]:
+    return tuple(size * after // before if dim in value.batch_dims else size for dim, size in enumerate(value.shape))
+
+
+def _value(value: Value, shapes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]) -> Value:
+    """The value in its shape at the other size. Written out, as a model has thousands of them."""
     if not value.batch_dims:
         return value
-    shape = tuple(size * after // before if dim in value.batch_dims else size for dim, size in enumerate(value.shape))
-    return replace(value, shape=shape)
+    shape = shapes[value.shape, value.batch_dims]
+    return Value(
+        value.id, shape, value.dtype, value.requires_grad, value.kind, value.storage, value.batch_dims
+    )
 
 
 def _by_number(operator: Operator, graph: OpGraph) -> Operator:
@@ -71,6 +98,10 @@ def _operator(operator: Operator, before: int, after: int) -> Operator:
     if args is operator.args and kwargs is operator.kwargs:
         return operator
     return replace(operator, args=args, kwargs=kwargs)
+
+
+def _has_literals(tree: Any) -> bool:
+    return isinstance(tree, BatchLiteral) or (isinstance(tree, tuple) and any(map(_has_literals, tree)))
 
 
 def _literals(tree: Any, before: int, after: int) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -24,7 +25,11 @@ MAX_PARTS = 24  # how many parts are solved before the search for a better bound
 GAP_TARGET = 1e-3  # a plan so close to its bound is not improved any more
 LARGE, LARGE_PARTS, LARGE_GAP = 600, 3, 5e-3  # the same for problems of more nodes than this
 
-Solve = Callable[[Problem], Assignment]
+
+class Solve(Protocol):
+    """Solves a problem; ``near``: see :func:`autopar.solver.solve`."""
+
+    def __call__(self, problem: Problem, near: float | None = None) -> Assignment: ...
 
 
 Pair = tuple[float, float]  # bytes held for a moment by the largest operator, and by gathered parameters
@@ -51,7 +56,7 @@ def _with(pair: Pair, which: int, value: float) -> Pair:
     return (value, pair[1]) if which == 0 else (pair[0], value)
 
 
-def unlimited(costed: Costed, available_bytes: float, solve: Solve) -> Candidate:
+def unlimited(costed: Costed, available_bytes: float, solve: Callable[[Problem], Assignment]) -> Candidate:
     """The best plan on the mesh whether it fits or not."""
     assignment = solve(costed.problem)
     return _candidate(costed, assignment, assignment.lower_bound_seconds, available_bytes)
@@ -100,11 +105,11 @@ def fit(
     return replace(best, lower_bound_seconds=min([*bounds, _cost(best)]))
 
 
-def fit_quickly(costed: Costed, available_bytes: float, solve: Solve) -> Candidate:
+def fit_quickly(costed: Costed, available_bytes: float, solve: Solve, near: float | None = None) -> Candidate:
     """A good plan that fits, in a solve or two; without a stage where none is found, which says nothing of other plans.
 
     Where memory is short, plans that gather repeated blocks' parameters, and none that are larger, are about as good as any.
-    Of a small problem all plans are tried before.
+    Of a small problem all plans are tried before. ``near``: the seconds that a byte is expected to be worth.
     """
     operators, parameters = _least(costed)
     usual = max(parameters, gathered_bytes(costed))
@@ -112,7 +117,7 @@ def fit_quickly(costed: Costed, available_bytes: float, solve: Solve) -> Candida
     if costed.problem.num_nodes <= LARGE:
         parts.insert(0, _Part((operators, parameters), (math.inf, math.inf), -math.inf))
     for part in parts:
-        found = _candidate(costed, solve(_restricted(costed, part, available_bytes)), -math.inf, available_bytes)
+        found = _candidate(costed, solve(_restricted(costed, part, available_bytes), near), -math.inf, available_bytes)
         if found.peak_bytes <= available_bytes:
             return found
     return replace(_none(costed, available_bytes), lower_bound_seconds=-math.inf)

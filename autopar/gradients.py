@@ -19,6 +19,10 @@ def has_gradient(graph: OpGraph) -> frozenset[str]:
 
     A graph without either has none: nothing is differentiated by the program itself.
     """
+    return graph.of_structure("has_gradient", _has_gradient)
+
+
+def _has_gradient(graph: OpGraph) -> frozenset[str]:
     ends = [*graph.sent, *([graph.loss] if graph.loss else [])]
     reached = {value for value in ends if graph.values[value].requires_grad}
     for operator in reversed(graph.operators):

@@ -7,16 +7,17 @@ and report. Operator and value ids survive every later stage, so that a report c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+Fact = TypeVar("Fact")
 ValueKind = Literal["input", "received", "parameter", "buffer", "constant", "computed"]
 
 
@@ -229,6 +230,14 @@ class OpGraph:
     sent: tuple[str, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    def of_structure(self, name: str, find: Callable[[OpGraph], Fact]) -> Fact:
+        """``find(graph)``, a fact that is the same at every batch size: found once for the graph and its copies at others."""
+        known: dict[str, Any] = self._cache.setdefault("structure", {})
+        if name not in known:
+            known[name] = find(self)
+        fact: Fact = known[name]
+        return fact
+
     @cached_property
     def operator_of(self) -> dict[str, Operator]:
         """Operator by its id."""
@@ -242,11 +251,7 @@ class OpGraph:
     @cached_property
     def readers_of(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """For each value, the operators that read it with the index among their tensor inputs."""
-        found: dict[str, list[tuple[str, int]]] = {}
-        for operator in self.operators:
-            for index, value in enumerate(operator.inputs):
-                found.setdefault(value, []).append((operator.id, index))
-        return {value: tuple(places) for value, places in found.items()}
+        return self.of_structure("readers_of", _readers)
 
     @cached_property
     def parameter_of(self) -> dict[str, Parameter]:
@@ -261,16 +266,7 @@ class OpGraph:
     @cached_property
     def canonical(self) -> dict[str, str]:
         """Operators, values and parameters of repeated blocks -> those of the first block of their group."""
-        names: dict[str, str] = {}
-        for group in self.block_groups:
-            first = group.blocks[0]
-            for block in group.blocks:
-                names.update(zip(block.operators, first.operators, strict=True))
-                names.update(zip(block.parameters, first.parameters, strict=True))
-                for here, there in zip(block.operators, first.operators, strict=True):
-                    names.update(zip(self.operator_of[here].outputs, self.operator_of[there].outputs, strict=True))
-        names.pop("", None)
-        return names
+        return self.of_structure("canonical", _canonical)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -284,6 +280,27 @@ class OpGraph:
         if any(masters):
             digest.update(repr(masters).encode())
         return digest.hexdigest()
+
+
+def _readers(graph: OpGraph) -> dict[str, tuple[tuple[str, int], ...]]:
+    found: dict[str, list[tuple[str, int]]] = {}
+    for operator in graph.operators:
+        for index, value in enumerate(operator.inputs):
+            found.setdefault(value, []).append((operator.id, index))
+    return {value: tuple(places) for value, places in found.items()}
+
+
+def _canonical(graph: OpGraph) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for group in graph.block_groups:
+        first = group.blocks[0]
+        for block in group.blocks:
+            names.update(zip(block.operators, first.operators, strict=True))
+            names.update(zip(block.parameters, first.parameters, strict=True))
+            for here, there in zip(block.operators, first.operators, strict=True):
+                names.update(zip(graph.operator_of[here].outputs, graph.operator_of[there].outputs, strict=True))
+    names.pop("", None)
+    return names
 
 
 def refs(tree: Any) -> Iterator[Ref]:

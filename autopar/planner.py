@@ -163,13 +163,13 @@ class Search(JointSearch):
             graph, cost_model, options, self._solve, lambda size: list(meshes(size, options)), not coupling(graph), say, clock
         )
 
-    def _solve(self, problem: Problem) -> Assignment:
+    def _solve(self, problem: Problem, near: float | None = None) -> Assignment:
         left = None
         if self.options.time_limit_seconds is not None:
             left = max(self.options.time_limit_seconds - (time.perf_counter() - self.started), 1.0)
         quick = problem.num_nodes > LARGE
         limits = Limits(gap_target=QUICK_GAP, rounds=3, branch_ops=0, wide_branch_ops=0, ilp_pairs=0) if quick else None
-        assignment = solve(problem, time_limit_seconds=left, limits=limits)
+        assignment = solve(problem, time_limit_seconds=left, limits=limits, near=near if quick else None)
         if assignment.status is Status.ERROR:
             raise InputError(f"the solver failed: {assignment.message}")
         return assignment

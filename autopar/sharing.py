@@ -19,6 +19,10 @@ def sharing_groups(graph: OpGraph) -> Mapping[Reader, str]:
 
     What a repeated block computes is shared within that block only, so that all blocks of a group stay alike.
     """
+    return graph.of_structure("sharing_groups", _sharing_groups)
+
+
+def _sharing_groups(graph: OpGraph) -> Mapping[Reader, str]:
     home = {
         operator: block.path for group in graph.block_groups for block in group.blocks for operator in block.operators
     }

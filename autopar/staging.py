@@ -29,6 +29,10 @@ class CutPoint:
 
 def derived_operators(graph: OpGraph) -> frozenset[str]:
     """Operators that no parameter leads to."""
+    return graph.of_structure("derived_operators", _derived_operators)
+
+
+def _derived_operators(graph: OpGraph) -> frozenset[str]:
     led_to = {parameter.value for parameter in graph.parameters} | set(graph.received)
     found = set()
     for operator in graph.operators:

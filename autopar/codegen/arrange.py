@@ -62,6 +62,7 @@ class Arrangement:
         self.wiring = wiring
         self.graph = wiring.graph
         self.terms = terms or {}
+        self._called: dict[str, Any] = {}
         self.apart = apart
         groups = [(group.name, block) for group in self.graph.block_groups for block in group.blocks]
         order, dissolved = _schedule(wiring, [block for _, block in groups])
@@ -217,7 +218,7 @@ class Arrangement:
                 for index, value in enumerate(operator.inputs)
             )
             module = operator.module.removeprefix(path)
-            arguments = _blank((operator.args, operator.kwargs))
+            arguments = self._arguments(operator)
             results = tuple(self._facts(value) if value else None for value in operator.outputs)
             term = self.terms.get(operator.id)
             called.append((operator.target, arguments, read, plan.inputs, plan.outputs, module, results, term))
@@ -226,6 +227,13 @@ class Arrangement:
         sources = tuple(self._describe_source(value, path) for value in body.sources)
         methods = self.modes[place] == "selective"
         return (self.groups[place], inputs, tuple(called), outputs, updates, sources, methods)
+
+    def _arguments(self, operator: Operator) -> Any:
+        """How an operator is called, tensors left out: the same in like blocks."""
+        name = self.graph.canonical.get(operator.id, operator.id)
+        if name not in self._called:
+            self._called[name] = _blank((operator.args, operator.kwargs))
+        return self._called[name]
 
     def _facts(self, value: str) -> tuple[Any, ...]:
         described = self.graph.values[value]

@@ -172,6 +172,7 @@ class _StageLedger:
         self.mesh = self.resolved.stage.mesh
         self.again, self.runs = computed_again(part.arrangement)
         self._wanted_again: dict[str, bool] = {}
+        self._sent: dict[tuple[str, bool, bool, bool], tuple[Entry, ...]] = {}
         self._exchanges: dict[tuple[str, bool], tuple[tuple[Traffic, bool], ...]] = {}
 
     def each(self) -> Iterator[Entry]:
@@ -237,18 +238,27 @@ class _StageLedger:
             if again and not backward:
                 yield self._entry(sent, "recompute", what)
 
-    def _parameter(self, parameter: Parameter, once: bool) -> Iterator[Entry]:
+    def _parameter(self, parameter: Parameter, once: bool) -> Sequence[Entry]:
+        """What is sent of a parameter, and of its gradient; the same of those that one stands for."""
+        value = parameter.value
+        what = self.resolved.representative_value(value)
+        readers = [reader for reader in self.graph.readers_of.get(value, ()) if reader in self.wiring.reads]
+        trained = parameter.trainable and value in self.wiring.gradient
+        key = (what, once, trained, bool(readers))
+        if key not in self._sent:
+            self._sent[key] = tuple(self._sent_of(value, what, once, trained, readers))
+        return self._sent[key]
+
+    def _sent_of(
+        self, value: str, what: str, once: bool, trained: bool, readers: Sequence[Reader]
+    ) -> Iterator[Entry]:
         """Gathers from rest to use, and the way back for the gradient: its steps in reverse.
 
         Under ZeRO-3 a parameter is gathered, and its gradient scattered, for every micro-batch; gathered again in backward
         when some operator has kept it for that, or is computed again. Under ZeRO-2 the gradient is scattered for every
         micro-batch. What is still a sum over other axes is summed once a step. Gradients are sent in the master's dtype.
         """
-        value = parameter.value
-        what = self.resolved.representative_value(value)
         plan = self.wiring.parameter(value)
-        readers = [reader for reader in self.graph.readers_of.get(value, ()) if reader in self.wiring.reads]
-        trained = parameter.trainable and value in self.wiring.gradient
         described = self.graph.values[value]
         current = tuple(REPLICATED if state == SUMMED_GRADIENT else state for state in plan.storage)
         way = steps(current, plan.use)

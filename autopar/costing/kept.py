@@ -103,6 +103,7 @@ class KeptBytes:
 
     def role(self, operator: str) -> OperatorRole:
         """What is kept of an operator's results."""
+        operator = self.twins.get(operator, operator)
         if operator not in self._roles:
             self._roles[operator] = self._role(operator)
         return self._roles[operator]
@@ -132,6 +133,21 @@ class KeptBytes:
             return EdgeRole(False, NEVER, in_flight, enters=True)
         inside = run == self._run_of_value(value)
         return EdgeRole(True, ONCE if inside and run == self._largest else NEVER, in_flight)
+
+    @cached_property
+    def twins(self) -> Mapping[str, str]:
+        """Operators of which, and of whose inputs, the same is kept as of another, which stands for them. Both are in blocks
+        between others of their group, and each of the three recomputes alike."""
+        first: dict[tuple[str, str], Block] = {}
+        found: dict[str, str] = {}
+        for path, between in self.prepared.between.items():
+            mode = self._modes[path]
+            if {self._modes[between.before.path], self._modes[between.behind.path]} != {mode} or path == self._turn:
+                continue
+            block = first.setdefault((between.group, mode), between.block)
+            if block is not between.block:
+                found.update(zip(between.block.operators, block.operators, strict=True))
+        return found
 
     def operator_bytes(self, operator: Operator, role: OperatorRole, table: OperatorTable) -> FloatArray:
         """Bytes by choice that an operator's results and statistics add to what is kept."""
@@ -188,6 +204,11 @@ class KeptBytes:
                 results = range(len(outputs)) if signature is None else signature.saved_outputs
                 kept.update(self._storage(outputs[index]) for index in results)
         return frozenset(kept)
+
+    @property
+    def _turn(self) -> str:
+        """The path of the block in which the largest run is."""
+        return self._largest[0] if self._largest else ""
 
     @cached_property
     def _largest(self) -> Run | None:

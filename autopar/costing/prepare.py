@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.gradients import has_gradient
-from autopar.graph import BatchLiteral, Operator, OpGraph
+from autopar.graph import BatchLiteral, Block, Operator, OpGraph
 from autopar.sharing import Reader, sharing_groups
 from autopar.staging import derived_operators
 from autopar.strategies.choices import AxisChoice
@@ -23,6 +23,17 @@ from autopar.strategies.spatial import letters_of_space
 
 
 @dataclass(frozen=True)
+class Between:
+    """A block with its neighbours, all of one group: it reads the one before as that reads its own, and is read by the one
+    behind alone."""
+
+    group: str
+    before: Block
+    block: Block
+    behind: Block
+
+
+@dataclass(frozen=True)
 class Prepared:
     """Facts of a graph. Ids are canonical where noted: of the representative of a repeated block.
 
@@ -30,7 +41,7 @@ class Prepared:
     values through which a gradient flows; ``saved`` the canonical storages that autograd keeps for backward; ``derived`` the
     canonical operators that depend on no parameter (masks, positions, rotary tables); ``of_parameters`` those whose gradient
     flows to parameters only (an embedding of positions, a cast of a weight). ``space`` are letters of space by canonical
-    operator, longest first.
+    operator, longest first. ``between`` has the blocks, by path, that differ from others of their group in names alone.
     """
 
     graph: OpGraph
@@ -42,6 +53,7 @@ class Prepared:
     derived: frozenset[str]
     of_parameters: frozenset[str]
     space: Mapping[str, tuple[str, ...]]
+    between: Mapping[str, Between]
 
     def name(self, item: str) -> str:
         """The canonical id of an operator or value."""
@@ -74,8 +86,18 @@ class Prepared:
         return f"{self.graph.operator_of[reader[0]].inputs[reader[1]]}{group}"
 
 
-def prepare(graph: OpGraph) -> Prepared:
-    """Gather the facts of a graph."""
+def prepare(graph: OpGraph, like: Prepared | None = None) -> Prepared:
+    """Gather the facts of a graph. ``like``: the same with fewer blocks in its groups, the first two among them."""
+    if like is not None:
+        return replace(
+            like,
+            graph=graph,
+            gradient=has_gradient(graph),
+            groups=sharing_groups(graph),
+            derived=derived_operators(graph),
+            of_parameters=graph.of_structure("of_parameters", _of_parameters),
+            between=graph.of_structure("between", _between),
+        )
     canonical = graph.canonical
     representatives = [op for op in graph.operators if canonical.get(op.id, op.id) == op.id]
     found = ((operator.id, signature_of(operator, graph)) for operator in representatives)
@@ -89,9 +111,25 @@ def prepare(graph: OpGraph) -> Prepared:
         groups=sharing_groups(graph),
         saved=_saved(graph, representatives, signatures, gradient, canonical),
         derived=derived_operators(graph),
-        of_parameters=_of_parameters(graph, gradient),
+        of_parameters=graph.of_structure("of_parameters", _of_parameters),
         space=letters_of_space([_renamed(operator, canonical) for operator in representatives], signatures),
+        between=graph.of_structure("between", _between),
     )
+
+
+def _between(graph: OpGraph) -> dict[str, Between]:
+    """The first two blocks of a group may be given other things than those behind them, the last is followed by others."""
+    found = {}
+    leaving = {*graph.sent, *(output.value for output in graph.outputs), graph.loss}
+    leaving.update(buffer.updated for buffer in graph.buffers)
+    for group in graph.block_groups:
+        for before, block, behind in zip(group.blocks[1:], group.blocks[2:], group.blocks[3:], strict=False):
+            readers = {*block.operators, *behind.operators}
+            made = [value for name in block.operators for value in graph.operator_of[name].outputs if value]
+            within = all(name in readers for value in made for name, _ in graph.readers_of.get(value, ()))
+            if within and leaving.isdisjoint(made):
+                found[block.path] = Between(group.name, before, block, behind)
+    return found
 
 
 def _cuts(
@@ -168,8 +206,9 @@ def _saved(
     return frozenset(kept)
 
 
-def _of_parameters(graph: OpGraph, gradient: frozenset[str]) -> frozenset[str]:
+def _of_parameters(graph: OpGraph) -> frozenset[str]:
     """Operators whose inputs with a gradient are parameters, or come from such operators."""
+    gradient = has_gradient(graph)
     values = {parameter.value for parameter in graph.parameters}
     found = set()
     for operator in graph.operators:

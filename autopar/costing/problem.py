@@ -58,6 +58,7 @@ class Costed:
     shared_columns: dict[str, LayoutColumn]
     edges_forward: tuple[FloatArray | None, ...] = ()  # seconds of the forward pass of one micro-batch, for each edge
     edges_made: tuple[FloatArray | None, ...] = ()  # bytes of the tensor that its conversion makes
+    edges_again: tuple[bool, ...] = ()  # whether backward does the conversion again
     edges_reader: tuple[Reader | str, ...] = ()  # for whom: one reader, or a sharing group's key
     arrays: dict[Hashable, object] = field(default_factory=dict)  # by canonical key, for the same graph in other settings
 
@@ -84,7 +85,9 @@ class _Builder:
     edges: list[Edge] = field(default_factory=list)
     forward: list[FloatArray | None] = field(default_factory=list)
     made: list[FloatArray | None] = field(default_factory=list)
+    again: list[bool] = field(default_factory=list)
     readers: list[Reader | str] = field(default_factory=list)
+    edges_of: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # by operator: its inputs, each with its edge
     kept: dict[Hashable, object] = field(default_factory=dict)
     tables: dict[str, OperatorTable] = field(default_factory=dict)
     inputs: dict[str, LayoutColumn] = field(default_factory=dict)
@@ -139,8 +142,7 @@ def build(
     _add_sources(builder)
     _add_shared(builder)
     for operator in prepared.graph.operators:
-        for index in range(len(operator.inputs)):
-            _add_edge(builder, operator, index)
+        _add_edges(builder, operator)
     problem = Problem(
         tuple(builder.costs),
         tuple(builder.memory),
@@ -152,13 +154,17 @@ def build(
     return Costed(
         mesh, tuple(roles), prepared, builder.conversions, setting, problem, builder.nodes,
         builder.tables, builder.inputs, builder.parameters, builder.shared, tuple(builder.forward),
-        tuple(builder.made), tuple(builder.readers), builder.kept,
+        tuple(builder.made), tuple(builder.again), tuple(builder.readers), builder.kept,
     )  # fmt: skip
 
 
 def _add_operators(builder: _Builder) -> None:
-    prepared = builder.prepared
+    prepared, twins = builder.prepared, builder.kept_by.twins
     for operator in prepared.graph.operators:
+        if operator.id in twins:
+            node = builder.nodes[twins[operator.id]]
+            builder.node(operator.id, builder.costs[node], builder.memory[node])
+            continue
         name = prepared.name(operator.id)
         if name not in builder.tables:
             builder.tables[name] = operator_table(
@@ -313,8 +319,34 @@ def _source_column(builder: _Builder, value: str) -> tuple[str, LayoutColumn]:
     return value, builder.inputs[value]
 
 
+def _add_edges(builder: _Builder, operator: Operator) -> None:
+    """The edges from what an operator reads; those of its twin between other nodes, where it has one."""
+    twin = builder.kept_by.twins.get(operator.id)
+    if twin is None:
+        for index in range(len(operator.inputs)):
+            _add_edge(builder, operator, index)
+        return
+    for index, number in builder.edges_of.get(twin, ()):
+        key = builder.prepared.group_key((operator.id, index))
+        source = key if key is not None and key in builder.nodes else _maker(builder, operator.inputs[index])
+        ends = builder.nodes[source], builder.nodes[operator.id]
+        alike = builder.edges[number]
+        builder.edges.append(Edge(*ends, alike.costs_seconds, alike.memory_bytes))
+        builder.forward.append(builder.forward[number])
+        builder.made.append(builder.made[number])
+        builder.again.append(builder.again[number])
+        builder.readers.append((operator.id, index))
+
+
+def _maker(builder: _Builder, value: str) -> str:
+    """The node that makes a value."""
+    producer = builder.prepared.graph.producer_of.get(value)
+    return value if producer is None else producer.id
+
+
 def _add_edge(builder: _Builder, operator: Operator, index: int) -> None:
     """The edge from a value, or from its sharing group, to one reader."""
+    number = len(builder.edges)
     prepared = builder.prepared
     value = operator.inputs[index]
     name = prepared.name(operator.id)
@@ -326,11 +358,14 @@ def _add_edge(builder: _Builder, operator: Operator, index: int) -> None:
         builder.edges.append(Edge(builder.nodes[key], builder.nodes[operator.id], costs))
         builder.forward.append(None)
         builder.made.append(None)
+        builder.again.append(False)
         builder.readers.append((operator.id, index))
     elif prepared.graph.values[value].kind not in ("buffer", "constant"):
         saves = _saves(prepared, name, index)
         flows = prepared.flows(operator, index)
         _connect(builder, value, operator.id, (name, index), column, flows, saves, (operator.id, index))
+    if len(builder.edges) > number:
+        builder.edges_of.setdefault(operator.id, []).append((index, number))
 
 
 def _same(source: LayoutColumn, target: LayoutColumn) -> FloatArray:
@@ -371,6 +406,7 @@ def _connect(
 
     costs, memory, forward, made = builder.once(key, arrays)
     builder.made.append(made)
+    builder.again.append(role.again)
     builder.readers.append(made_for)
     builder.edges.append(Edge(builder.nodes[node], builder.nodes[target], costs, memory))
     builder.forward.append(forward)

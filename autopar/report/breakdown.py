@@ -155,16 +155,8 @@ def _fixed_seconds(view: View, operator: Operator) -> float:
 def _edges_again(view: View) -> Iterator[float]:
     """Seconds of the conversions that are done again in backward."""
     costed, choices = view.costed, view.choices
-    problem, graph = costed.problem, costed.prepared.graph
-    if not view.keeping.run_of:
-        return
-    for edge, forward in zip(problem.edges, costed.edges_forward, strict=True):
-        if forward is None:
-            continue
-        source, target = problem.names[edge.source], problem.names[edge.target]
-        producer = graph.operator_of.get(source)
-        value = next(output for output in producer.outputs if output) if producer else source
-        if view.keeping.edge(value, target).again:
+    for edge, forward, again in zip(costed.problem.edges, costed.edges_forward, costed.edges_again, strict=True):
+        if again and forward is not None:
             yield view.num_micro_batches * float(forward[choices[edge.source], choices[edge.target]])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from autopar.graph import OpGraph
+from autopar.graph import Operator, OpGraph
 from autopar.mesh import Mesh
 from autopar.report.views import View
 from cost_models import Cluster, axis_groups
@@ -170,16 +170,26 @@ def _done_flops(views: Sequence[View], micro_batches: float) -> tuple[float, flo
     """FLOPs of a step on all devices together, and those of forward passes that are done again."""
     done, again = [], []
     for view in views:
-        runs = view.keeping.run_of
+        runs, known = view.keeping.run_of, dict[tuple[str, int, bool], tuple[float, float]]()
         for operator in view.graph.operators:
-            flops = view.mesh.num_devices * float(view.operator_table(operator.id).flops[view.choice(operator.id)])
-            done.append(flops)
-            signature = view.signature(operator.id)
-            if view.names[operator.id] in runs and signature is not None and signature.flops:
-                differentiated = any(view.has_gradient(value) for value in operator.outputs)
-                both = signature.flops + (signature.backward_flops if differentiated else 0.0)
-                again.append(flops * signature.flops / both)
+            recomputed = view.names[operator.id] in runs
+            key = view.canonical(operator.id), view.choice(operator.id), recomputed
+            if key not in known:
+                known[key] = _flops_of(view, operator, recomputed)
+            done.append(known[key][0])
+            again.append(known[key][1])
     return math.fsum(done) * micro_batches, math.fsum(again) * micro_batches
+
+
+def _flops_of(view: View, operator: Operator, recomputed: bool) -> tuple[float, float]:
+    """FLOPs of an operator on all devices for a micro-batch, and those of its forward pass where that is done again."""
+    flops = view.mesh.num_devices * float(view.operator_table(operator.id).flops[view.choice(operator.id)])
+    signature = view.signature(operator.id)
+    if not recomputed or signature is None or not signature.flops:
+        return flops, 0.0
+    differentiated = any(view.has_gradient(value) for value in operator.outputs)
+    both = signature.flops + (signature.backward_flops if differentiated else 0.0)
+    return flops, flops * signature.flops / both
 
 
 def warnings_of(

@@ -75,6 +75,10 @@ class View:
     def choice(self, item: str) -> int:
         return self.choices[self.node(item)]
 
+    def canonical(self, operator: str) -> str:
+        """The operator that stands for it in prices."""
+        return self.costed.prepared.name(self.names.get(operator, operator))
+
     def seconds(self, item: str) -> float:
         """What a node costs in a step."""
         return float(self.costed.problem.node_costs_seconds[self.node(item)][self.choice(item)])
@@ -92,8 +96,7 @@ class View:
 
     def signature(self, operator: str) -> Signature | None:
         """The rule of an operator; None where it has none."""
-        prepared = self.costed.prepared
-        return prepared.signatures.get(prepared.name(self.names.get(operator, operator)))
+        return self.costed.prepared.signatures.get(self.canonical(operator))
 
     def has_gradient(self, value: str) -> bool:
         return self.names.get(value, value) in self.costed.prepared.gradient

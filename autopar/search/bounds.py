@@ -180,6 +180,14 @@ def recomputing(frame: Frame, stretches: Sequence[Stretches], cuts: Sequence[int
     return [found[number] for number in range(frame.num_stages)]
 
 
+def multipliers(frame: Frame, stretches: Sequence[Stretches]) -> list[float | None]:
+    """For each stage, the seconds that the bounds take a byte to be worth; None where they did not look at memory."""
+    found: dict[int, float | None] = {}
+    for here, numbers, points in _alike(frame, stretches):
+        found.update(dict.fromkeys(numbers, here.multiplier(points)))
+    return [found[number] for number in range(frame.num_stages)]
+
+
 def least_bytes(frame: Frame, stretches: Sequence[Stretches]) -> float:
     """A lower bound of the bytes that the fullest device of a frame needs, whatever it has."""
     found: dict[int, Floats] = {}

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costing import Prepared, prepare
+from autopar.fitting import Solve
 from autopar.graph import ITEM_BYTES, OpGraph, Value
 from autopar.layout import REPLICATED, Cut, Layout, Shard, State, local_shape
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.search.bounds import stage_ranks
 from autopar.search.space import ZERO_BUBBLE, Frame, kind_of
-from autopar.search.stages import Aim, Site, Solve, Solved, StageSolver, storages_of, tied_parameters
+from autopar.search.stages import Aim, Site, Solved, StageSolver, storages_of, tied_parameters
 from autopar.solver import Assignment
 from autopar.staging import stage_graphs
 from cost_models import CostModel, Hops, StageTimes, in_flight, step_seconds_only
@@ -97,6 +98,11 @@ class Evaluator:
         self._structures: dict[int, tuple[OpGraph, object]] = {}  # by identity, with what has it
         self._unlimited: dict[object, dict[tuple[int, ...], Assignment]] = {}  # of stages alike, whatever is in flight
 
+    def note(self, graph: OpGraph, like: Prepared | None = None) -> None:
+        """Read a graph that will be priced; ``like`` as for :func:`prepare`."""
+        if id(graph) not in self._prepared:
+            self._prepared[id(graph)] = prepare(graph, like)
+
     def styles(self, frame: Frame) -> list[Style]:
         """The styles of boundaries that may be tried; the batch split over every axis first."""
         if frame.num_stages == 1:
@@ -135,11 +141,13 @@ class Evaluator:
         to_beat_seconds: float = math.inf,
         enough_seconds: float = 0.0,
         wanted: Sequence[tuple[int, ...]] | None = None,
+        near: Sequence[float | None] | None = None,
     ) -> Evaluated:
         """The plan of one frame with these cuts. ``graph``: the whole model at the frame's micro-batch size.
 
         A stage that takes ``to_beat_seconds`` or more ends the evaluation; a step of ``enough_seconds`` is good enough.
-        ``wanted``: for each stage the numbers of blocks in each mode of recomputation that should suit it.
+        ``wanted``: for each stage the numbers of blocks in each mode of recomputation that should suit it; ``near``: the
+        seconds that a byte is expected to be worth there.
         """
         enough_seconds = enough_seconds if frame.num_stages == 1 else 0.0
         graphs = stage_graphs(graph, cuts)
@@ -153,7 +161,8 @@ class Evaluator:
         shares = self._shares(frame, graphs, mesh, boundary, flying, storage)
         for stage, rank, count, share in zip(graphs, stage_ranks(frame), flying, shares, strict=True):
             site = self._site(frame, mesh, rank, count, share)
-            aim = Aim(to_beat_seconds, enough_seconds, wanted[len(solved)] if wanted else None)
+            at = len(solved)
+            aim = Aim(to_beat_seconds, enough_seconds, wanted[at] if wanted else None, near[at] if near else None)
             found = self._stage(stage, site, _at(stage, boundary), _within(stage, storage), aim)
             solved.append(found)
             if found.candidate.stage is None or found.candidate.assignment.cost_seconds >= to_beat_seconds:
@@ -228,12 +237,11 @@ class Evaluator:
         tied = tuple(sorted(storage.items(), key=lambda item: item[0]))
         key = (id(graph), replace(site, available_bytes=0.0), tuple(boundary.values()), tied)
         if key not in self._solvers:
-            prepared = self._prepared[id(graph)] if id(graph) in self._prepared else prepare(graph)
-            self._prepared[id(graph)] = prepared
+            self.note(graph)
             where = self._where(replace(site, in_flight=1, available_bytes=0.0))
             unlimited = self._unlimited.setdefault((self._structure_of(graph), where, *key[2:]), {})
             self._solvers[key] = StageSolver(
-                prepared, site, self.cost_model, self.options, self.solve, boundary, storage, unlimited
+                self._prepared[id(graph)], site, self.cost_model, self.options, self.solve, boundary, storage, unlimited
             )
         return self._solvers[key].within(site.available_bytes)
 

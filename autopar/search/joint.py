@@ -26,18 +26,18 @@ from functools import cached_property, partial
 from autopar.batching import at_batch
 from autopar.costing import Costed, Prepared, build, prepare
 from autopar.costing.setting import Setting
+from autopar.fitting import Solve
 from autopar.graph import OpGraph
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.recompute import MODES
-from autopar.search.bounds import Bound, bound_of, least_bytes, recomputing, refine
+from autopar.search.bounds import Bound, bound_of, least_bytes, multipliers, recomputing, refine
 from autopar.search.chaining import chain_of
 from autopar.search.clock import Clock
 from autopar.search.evaluate import Evaluated, Evaluator, Style
 from autopar.search.expected import Expected
 from autopar.search.pricing import Priced
 from autopar.search.space import Frame, Grid, Meshes, counts_of, frames, grids, kind_of, micro_batch_counts, tried_after
-from autopar.search.stages import Solve
 from autopar.search.stretches import Hint, Stretches
 from autopar.staging import cut_points, stage_graphs
 from cost_models import CostModel
@@ -381,21 +381,27 @@ class JointSearch:
     ) -> Costed:
         """The short graph priced in one mode of recomputation."""
         with self.clock.phase("price"):
-            size = math.ceil(self.graph.batch_size / num_micro_batches)
-            if size not in self._prepared:
-                self._prepared[size] = prepare(at_batch(self.short.graph, size))
+            prepared = self._prepared_short(math.ceil(self.graph.batch_size / num_micro_batches))
             blocks = [block.path for group in self.short.graph.block_groups for block in group.blocks]
             setting = Setting(
                 min(2, num_micro_batches), 1, dict.fromkeys(blocks, mode), turn=False, first_rank=first
             )
-            prepared = self._prepared[size]
             return build(prepared, mesh, grid.roles, self.cost_model, self.options, setting, like)
+
+    def _prepared_short(self, size: int) -> Prepared:
+        """The short graph at a micro-batch size."""
+        if size not in self._prepared:
+            self._prepared[size] = prepare(at_batch(self.short.graph, size))
+        return self._prepared[size]
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
     def graph_of(self, frame: Frame) -> OpGraph:
+        """The whole model at a frame's micro-batch size."""
         size = math.ceil(self.graph.batch_size / frame.num_micro_batches)
-        return at_batch(self.graph, size)
+        graph = at_batch(self.graph, size)
+        self.evaluator.note(graph, self._prepared_short(size))
+        return graph
 
     def _evaluate(self, entry: _Ready) -> float:
         """Evaluate a frame; returns a bound of all of its plans that remain."""
@@ -445,8 +451,9 @@ class JointSearch:
         cuts = tuple(self.chain.starts[end - 1] for end in ends)
         for style in styles:
             with self.clock.phase("evaluate"):
+                wanted, near = self._wanted(frame, ends), multipliers(frame, self._of_ranks(frame))
                 found = self.evaluator.evaluate(
-                    frame, graph, cuts, style, self.best_seconds, enough_seconds, self._wanted(frame, ends)
+                    frame, graph, cuts, style, self.best_seconds, enough_seconds, wanted, near
                 )
                 self.evaluated.append(found)
 

@@ -19,6 +19,8 @@ from autopar.search.places import Chain
 from autopar.search.units import Known, momentary_bytes, units_of
 from autopar.solver.chain import ROUNDING, Elimination, Floats, Table
 
+FEWEST_LEFT_OUT = 8  # like blocks that a walk may leave out: fewer are walked through
+
 
 @dataclass(eq=False)
 class Priced:
@@ -148,12 +150,14 @@ class _Run:
     """Walks along a chain from every start. Starts that the same kinds follow share the walk as far as that goes."""
 
     def __init__(self, chain: Chain, matrices: Mapping[str, list[Table]], plain: str) -> None:
-        self.places, self.matrices, self.plain = chain.places, matrices, plain
+        self.chain, self.places, self.matrices, self.plain = chain, chain.places, matrices, plain
         self.modes = list(matrices)
-        self.keys = [(p.kind, p.block is None, p.opens, p.closes) for p in chain.places]
+        self.keys = [place.key for place in chain.places]
 
     def costs(self, num_weights: int, num_starts: int) -> Table:
         """From each of the first ``num_starts`` units."""
+        if num_starts == 1:
+            return self._from_first(num_weights)
         count = len(self.places)
         result = np.full((num_weights, count, count + 1), np.inf, dtype=np.float32)
         walked: dict[object, tuple[int, list[_Reached]]] = {}
@@ -171,6 +175,31 @@ class _Run:
                 own.append(reached)
                 result[:, start, unit + 1] = self._ending(reached, unit)
             walked.setdefault(self.keys[start], (start, own))
+        return result
+
+    def _from_first(self, num_weights: int) -> Table:
+        """From the first unit alone. Where a block added as much to every state, each like block that follows adds that again:
+        what leads from one end of a block to the next is monotone, and adds to all states what is added to all before it."""
+        count = len(self.places)
+        result = np.full((num_weights, count, count + 1), np.inf, dtype=np.float32)
+        reached, unit = self._at(0, num_weights), 0
+        ends: dict[int, Table] = {}
+        while unit < count:
+            reached = self._through(reached, unit)
+            result[:, 0, unit + 1] = self._ending(reached, unit)
+            if self.places[unit].closes:
+                ends[unit] = reached.least()
+                size, times = self.chain.repeats.get(unit, (0, 0))
+                added = _added(ends[unit - size], ends[unit]) if times >= FEWEST_LEFT_OUT else None
+                if added is not None:
+                    shifts = np.arange(1, times + 1) * added[:, None]
+                    block = result[:, 0, unit + 2 - size : unit + 2]
+                    result[:, 0, unit + 2 : unit + 2 + times * size] = (
+                        block[:, None] + shifts[:, :, None]
+                    ).reshape(num_weights, -1)
+                    after = (ends[unit] + shifts[:, -1:]).astype(np.float32)
+                    reached, unit = _Reached(dict.fromkeys(self.modes, after), True), unit + times * size
+            unit += 1
         return result
 
     def _common(self, base: int, start: int) -> int:
@@ -202,3 +231,16 @@ class _Run:
         """The cost of a run that ends with this unit."""
         last = reached.least() if self.places[unit].closes else reached.by_mode[self.plain]
         return np.asarray(last.min(axis=1))
+
+
+def _added(before: Table, after: Table) -> Floats | None:
+    """By weight, by how much ``after`` is above ``before``, (weights, states), in every state, less a rounding width. None
+    where it is more in some states than in others."""
+    finite = np.isfinite(after)
+    if (finite != np.isfinite(before)).any() or not finite.any(axis=1).all():
+        return None
+    wide = after.astype(np.float64)
+    differences = np.subtract(wide, before, out=np.full(wide.shape, np.nan), where=finite)
+    rounding = np.finfo(np.float32).eps * np.abs(wide, where=finite, out=np.zeros(wide.shape)).max(axis=1)
+    least, most = np.nanmin(differences, axis=1), np.nanmax(differences, axis=1)
+    return None if (most - least > 2 * rounding).any() else np.asarray(least - rounding)

@@ -7,7 +7,7 @@ is the stage's busy time in a step; among the numbers of blocks that recompute, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -17,18 +17,17 @@ from autopar.costing import Costed, Prepared, build
 from autopar.costing.candidate import Candidate
 from autopar.costing.operators import Role
 from autopar.costing.setting import Setting
-from autopar.fitting import candidate_of, fit, fit_quickly
+from autopar.fitting import Solve, candidate_of, fit, fit_quickly
 from autopar.graph import OpGraph
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.plans import StagePlan
 from autopar.recompute import MODES
-from autopar.solver import Assignment, Problem, choices_left
+from autopar.solver import Assignment, choices_left
 from autopar.solver.problem import answer
 from cost_models import CostModel, StageTimes
 
-Solve = Callable[[Problem], Assignment]
 KEPT_INSTEAD = (0.8, 0.5, 0.0)  # of the blocks that were to keep all, where that does not fit: what is held was not foreseen
 EXHAUSTIVE_BLOCKS = 6  # with so few blocks, and no gap allowed, every division of them among the modes is tried
 
@@ -48,11 +47,13 @@ class Site:
 @dataclass(frozen=True)
 class Aim:
     """How far a stage is to be solved: what takes ``to_beat_seconds`` or more is of no use, what takes ``enough_seconds`` or
-    less is not improved. ``wanted``: numbers of blocks in each mode of recomputation that should suit it."""
+    less is not improved. ``wanted``: numbers of blocks in each mode of recomputation that should suit it; ``near``: the seconds
+    that a byte is expected to be worth there."""
 
     to_beat_seconds: float = math.inf
     enough_seconds: float = 0.0
     wanted: tuple[int, ...] | None = None
+    near: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,18 +138,19 @@ class StageSolver:
     def best(self, aim: Aim) -> Solved:
         """The fastest way to run the stage that fits. Where it does not with the numbers of blocks that are wanted, others are
         tried."""
-        found = self._as_wanted(aim.wanted, aim.to_beat_seconds) if aim.wanted is not None else None
+        found = self._as_wanted(aim.wanted, aim) if aim.wanted is not None else None
         if found is None or (found.stage is None and not _is_too_slow(found, aim.to_beat_seconds)):
             found = self._searched(aim.to_beat_seconds, aim.enough_seconds)
         return Solved(found, times_of(found) if found.assignment.choices is not None else StageTimes(0.0, 0.0, 0.0))
 
-    def _as_wanted(self, wanted: tuple[int, ...], to_beat_seconds: float) -> Candidate:
+    def _as_wanted(self, wanted: tuple[int, ...], aim: Aim) -> Candidate:
         """With these numbers of blocks in each mode, or where that does not fit with more of it; without recomputation, where
         little of it is wanted, if that is better."""
         plain, some, full = self._of_all_blocks(wanted)
+        to_beat_seconds = aim.to_beat_seconds
         if not some + full:
             return self._fitted((plain, 0, 0), to_beat_seconds)
-        found = fit_quickly(self.costed((plain, some, full)), self.site.available_bytes, self.solve)
+        found = fit_quickly(self.costed((plain, some, full)), self.site.available_bytes, self.solve, aim.near)
         for part in KEPT_INSTEAD if plain else (0.0,):
             if found.stage is not None or _is_too_slow(found, to_beat_seconds):
                 break

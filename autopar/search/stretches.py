@@ -230,6 +230,11 @@ class Stretches:
             pairs = zip(self.work(points), self._within_memory(points, 0.0, 1), strict=True)
             self._limited_work[points] = [np.maximum(work, better) for work, better in pairs]
 
+    def multiplier(self, points: Points) -> float | None:
+        """The seconds for each byte that bound stages within memory best, where that was looked at."""
+        tried = self._tried.get(points)
+        return tried.best if tried is not None else None
+
     def _within_memory(self, points: Points, once: float, stages_a_device: int) -> list[Floats]:
         """The dual bound over a few multipliers, with ``once`` times what is done once."""
         first = self.hint.multiplier or FIRST_SHARE * self._typical_multiplier(points)

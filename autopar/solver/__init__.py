@@ -34,16 +34,18 @@ def solve(
     method: str = "auto",
     time_limit_seconds: float | None = None,
     limits: Limits | None = None,
+    near: float | None = None,
 ) -> Assignment:
     """The best choices found for a problem, with a proof of how good they are.
 
     method: 'elimination' (exact without a memory budget that binds; otherwise multipliers, splicing, pruning, and an
     integer program for a small rest), 'ilp' (SCIP alone), 'exhaustive' (tiny problems), 'auto' (elimination).
-    `limits` bound the work of elimination, `time_limit_seconds` is a clock on top, whose result may vary.
+    `limits` bound the work of elimination, `time_limit_seconds` is a clock on top, whose result may vary. `near`: the seconds
+    that a byte of the one row of memory is expected to be worth where it is short, from which elimination then starts.
     Raises InputError for a malformed problem; that nothing fits is no error, read `Assignment.status`.
     """
     if method in ("auto", "elimination"):
-        return solve_elimination(problem, limits or Limits(), time_limit_seconds)
+        return solve_elimination(problem, limits or Limits(), time_limit_seconds, near)
     if method == "exhaustive":
         return solve_exhaustive(problem)
     if method == "ilp":

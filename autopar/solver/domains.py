@@ -39,9 +39,13 @@ def consistent_domains(problem: Problem, structure: Structure) -> dict[int, IntA
     """Per role the indices of the choices that are not absent; NothingLeft where there are none."""
     network, roles = structure.network, structure.roles
     left: dict[int, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
+    seen: set[tuple[int, int]] = set()
     for node, table in network.unary:
-        offered = np.isfinite(network.tables[table].costs_seconds)
         role = roles[node]
+        if (role, table) in seen:
+            continue
+        seen.add((role, table))
+        offered = np.isfinite(network.tables[table].costs_seconds)
         left[role] = offered if role not in left else left[role] & offered
         if not left[role].any():
             raise NothingLeft(f"{problem.name(node)} offers no choice: all its costs are infinite")

@@ -50,6 +50,7 @@ class Limits:
 
 FIRST_MULTIPLIER = 1 / 16  # times what would make the bytes above the budget cost as much as everything else
 RAISE, MOST_RAISES = 4.0, 12
+NEAR, MOST_NEAR = 1.3, 4  # by how much a multiplier that is expected is moved at first, and how often
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +172,7 @@ class Lagrangian:
                 return True
         return False
 
-    def bracket(self) -> None:
+    def bracket(self, most_raises: int = MOST_RAISES) -> None:
         """Raise the one multiplier until something fits. Where variables are split, minimising bytes alone need not find a
         point: all choices that need no memory are equally good then, and the copies do not agree on one."""
         over = [point for point in self.points if not self.fits(point.totals)]
@@ -179,11 +180,24 @@ class Lagrangian:
             return
         cost, num_bytes = min((float(point.totals[0]), float(point.totals[1])) for point in over)
         multiplier = FIRST_MULTIPLIER * cost / (num_bytes - float(self.budgets[0]))
-        for _ in range(MOST_RAISES):
+        for _ in range(most_raises):
             self.dual(np.array([multiplier]))
             if any(self.fits(point.totals) for point in self.points):
                 return
             multiplier *= RAISE
+
+    def bracket_near(self, multiplier: float) -> bool:
+        """Probe from a multiplier that is expected to be about the best one; whether something that fits and something that
+        does not were met."""
+        for _ in range(MOST_NEAR):
+            if self.dual(np.array([multiplier])) == math.inf:
+                return False
+            fit = [self.fits(point.totals) for point in self.points]
+            if any(fit) and not all(fit):
+                return True
+            self.settle()
+            multiplier = multiplier / NEAR if any(fit) else multiplier * NEAR
+        return False
 
     def tighten(self) -> None:
         """Raise the bound at the best multipliers where variables are split. At others it is a guide alone, as it stands."""

@@ -137,8 +137,15 @@ def network_of(problem: Problem) -> Network:
     interner = _Interner()
     tables: list[Table] = []
     numbers: dict[tuple[int, int, bool], int] = {}
+    objects: dict[tuple[int, int, bool], int] = {}
 
     def place(costs: FloatArray, memory: FloatArray | None, loop: bool = False) -> int:
+        same = id(costs), id(memory), loop
+        if same not in objects:
+            objects[same] = numbered(costs, memory, loop)
+        return objects[same]
+
+    def numbered(costs: FloatArray, memory: FloatArray | None, loop: bool) -> int:
         key = interner.number(costs), interner.number(memory), loop
         number = numbers.get(key)
         if number is None:

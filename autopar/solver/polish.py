@@ -33,10 +33,18 @@ class _Moves:
             self.unary[node].append(table)
         self.starts = np.concatenate([[0], np.cumsum(network.sizes)])
         self.nodes = np.repeat(np.arange(len(network.sizes)), network.sizes)
+        self.known: dict[tuple[object, ...], FloatArray] = {}
         self.changes = np.concatenate([self._changes(node) for node in range(len(network.sizes))], axis=1)
 
     def _changes(self, node: int) -> FloatArray:
-        """(1 + rows, choices) of one node, given its neighbours."""
+        """(1 + rows, choices) of one node, given its neighbours. The same in like blocks that choose alike."""
+        near = tuple((table, reverse, int(self.choices[other])) for other, table, reverse in self.near[node])
+        key = (int(self.choices[node]), tuple(self.unary[node]), near)
+        if key not in self.known:
+            self.known[key] = self._found(node)
+        return self.known[key]
+
+    def _found(self, node: int) -> FloatArray:
         tables = self.network.tables
         total = np.zeros((1 + self.network.num_rows, self.network.sizes[node]))
         for table in self.unary[node]:

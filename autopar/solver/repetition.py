@@ -14,10 +14,13 @@ last) has a pattern of its own; it is not an error. What is promised by Repeat a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.errors import InputError
-from autopar.solver.network import Network
+from autopar.solver.network import IntArray, Network
 from autopar.solver.problem import Problem
 
 
@@ -57,45 +60,68 @@ class Structure:
     chains: tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def verify(problem: Problem, network: Network) -> None:
+@dataclass(frozen=True, eq=False)
+class _Repeats:
+    """Where each node is in the repeats, -1 where in none, and the edges, as arrays. ``instance`` counts over all repeats."""
+
+    number: IntArray
+    instance: IntArray
+    position: IntArray
+    ends: IntArray  # (source, target, table) of each edge
+    first: tuple[int, ...]  # of each repeat its first instance's number
+    unary: tuple[tuple[int, ...], ...]  # the tables of each node
+
+    @classmethod
+    def of(cls, problem: Problem, network: Network) -> _Repeats:
+        number, instance, position = (np.full(len(network.sizes), -1, dtype=np.int64) for _ in range(3))
+        first, count = [], 0
+        for index, repeat in enumerate(problem.repeats):
+            nodes = np.array(repeat.instances, dtype=np.int64)
+            first.append(count)
+            number[nodes] = index
+            instance[nodes] = count + np.arange(nodes.shape[0])[:, None]
+            position[nodes] = np.arange(nodes.shape[1])
+            count += nodes.shape[0]
+        unary: list[list[int]] = [[] for _ in network.sizes]
+        for node, table in network.unary:
+            unary[node].append(table)
+        ends = np.array(network.edges, dtype=np.int64).reshape(-1, 3).T
+        return cls(number, instance, position, ends, tuple(first), tuple(map(tuple, unary)))
+
+    @property
+    def inner(self) -> IntArray:
+        """(instance, positions of source and target, table) of the edges inside instances, in that order."""
+        source, target, table = self.ends
+        inside = (self.instance[source] >= 0) & (self.instance[source] == self.instance[target])
+        found = np.stack([self.instance[source], self.position[source], self.position[target], table])[:, inside]
+        ordered: IntArray = found[:, np.lexsort(found[::-1])]
+        return ordered
+
+
+def verify(problem: Problem, repeats: _Repeats) -> None:
     """Raise InputError, naming the nodes, where instances of a Repeat differ in tables or in inner edges."""
-    unary: dict[int, list[int]] = {}
-    for node, table in network.unary:
-        unary.setdefault(node, []).append(table)
-    place = _places(problem)
-    inner: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for source, target, table in network.edges:
-        at, to = place.get(source), place.get(target)
-        if at and to and at[:2] == to[:2]:
-            inner.setdefault(at[:2], []).append((at[2], to[2], table))
-    for number, repeat in enumerate(problem.repeats):
-        first = repeat.instances[0]
-        expected = sorted(inner.get((number, 0), []))
+    inner = repeats.inner
+    kinds: dict[tuple[int, ...], int] = {}
+    kind = np.array([kinds.setdefault(tables, len(kinds)) for tables in repeats.unary], dtype=np.int64)
+    for start, repeat in zip(repeats.first, problem.repeats):
+        nodes = np.array(repeat.instances, dtype=np.int64)
+        for index, place in np.argwhere(kind[nodes] != kind[nodes[:1]]):
+            raise InputError(
+                f"{problem.name(int(nodes[index, place]))} is said to repeat {problem.name(int(nodes[0, place]))}, but their"
+                " costs or memory differ; correct the arrays or leave the instance out of the Repeat"
+            )
+        begins = np.searchsorted(inner[0], start + np.arange(len(nodes) + 1))
+        expected = inner[1:, begins[0] : begins[1]]
         for index, instance in enumerate(repeat.instances[1:], start=1):
-            for node, other in zip(first, instance):
-                if unary[node] != unary[other]:
-                    raise InputError(
-                        f"{problem.name(other)} is said to repeat {problem.name(node)}, but their costs or memory"
-                        " differ; correct the arrays or leave the instance out of the Repeat"
-                    )
-            found = sorted(inner.get((number, index), []))
-            if found != expected:
-                odd = next(iter(sorted(set(found) ^ set(expected)) or found))
-                names = [f"{problem.name(i[odd[0]])} -> {problem.name(i[odd[1]])}" for i in (first, instance)]
+            found = inner[1:, begins[index] : begins[index + 1]]
+            if not np.array_equal(found, expected):
+                wanted, given = ([tuple(edge) for edge in edges.T.tolist()] for edges in (expected, found))
+                odd = next(iter(sorted(set(given) ^ set(wanted)) or given))
+                names = [f"{problem.name(i[odd[0]])} -> {problem.name(i[odd[1]])}" for i in (repeat.instances[0], instance)]
                 raise InputError(
                     f"the instance that has {names[1]} is said to repeat the one that has {names[0]}, but only one"
                     " has such an edge with these costs; correct the edges or leave the instance out of the Repeat"
                 )
-
-
-def _places(problem: Problem) -> dict[int, tuple[int, int, int]]:
-    """node -> (repeat, instance, position)."""
-    return {
-        node: (number, index, position)
-        for number, repeat in enumerate(problem.repeats)
-        for index, instance in enumerate(repeat.instances)
-        for position, node in enumerate(instance)
-    }
 
 
 def plain_structure(problem: Problem, network: Network) -> Structure:
@@ -118,64 +144,66 @@ def without_blocks(structure: Structure) -> Structure:
 
 def structure_of(problem: Problem, network: Network) -> Structure:
     """Split the network into blocks and a rest, after `verify`."""
-    verify(problem, network)
+    repeats = _Repeats.of(problem, network)
+    verify(problem, repeats)
     plain = plain_structure(problem, network)
-    place = _places(problem)
-    frontiers = _frontiers(problem, network, place)
-    owner = {node: at[:2] for node, at in place.items() if at[2] not in frontiers[at[0]]}
-    single = {(number, 0) for number, repeat in enumerate(problem.repeats) if len(repeat.instances) == 1}
-    conflicts = single | {
-        home
-        for source, target, _ in network.edges
-        if source in owner and target in owner and owner[source] != owner[target]
-        for home in (owner[source], owner[target])
-    }
-    owner = {node: home for node, home in owner.items() if home not in conflicts}
-    touching: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    rest_edges = []
-    for index, edge in enumerate(network.edges):
-        home = owner.get(edge[0], owner.get(edge[1]))
-        if home is None:
-            rest_edges.append(index)
-        else:
-            touching.setdefault(home, []).append(edge)
+    frontiers = _frontiers(problem, network, repeats)
+    owner = _owners(problem, repeats, frontiers)
+    source, target = owner[repeats.ends[0]], owner[repeats.ends[1]]
+    home = np.where(source >= 0, source, target)
+    by_home = np.argsort(home, kind="stable")
+    begins = np.searchsorted(home[by_home], np.arange(int(repeats.instance.max(initial=-1)) + 2))
     numbers: dict[Pattern, int] = {}
     blocks = []
-    unary: dict[int, list[int]] = {}
-    for node, table in network.unary:
-        unary.setdefault(node, []).append(table)
     for number, repeat in enumerate(problem.repeats):
         positions = [p for p in range(len(repeat.instances[0])) if p not in frontiers[number]]
-        for index, instance in enumerate(repeat.instances):
-            if (number, index) in conflicts or not positions:
+        for index, instance in enumerate(repeat.instances, start=repeats.first[number]):
+            if not positions or owner[instance[positions[0]]] < 0:
                 continue
             interior = tuple(instance[position] for position in positions)
-            pattern, ports = _pattern(interior, touching.get((number, index), []), plain.roles, unary)
+            touching = [network.edges[edge] for edge in by_home[begins[index] : begins[index + 1]].tolist()]
+            pattern, ports = _pattern(interior, touching, plain.roles, repeats.unary)
             blocks.append(Block(numbers.setdefault(pattern, len(numbers)), interior, ports))
-    rest = tuple(node for node in range(len(network.sizes)) if node not in owner)
     chains = tuple(
         tuple(tuple(instance[position] for position in sorted(frontiers[number])) for instance in repeat.instances)
         for number, repeat in enumerate(problem.repeats)
         if frontiers[number]
     )
-    return Structure(network, plain.roles, tuple(numbers), tuple(blocks), rest, tuple(rest_edges), chains)
+    rest = tuple(np.flatnonzero(owner < 0).tolist())
+    rest_edges = tuple(np.flatnonzero(home < 0).tolist())
+    return Structure(network, plain.roles, tuple(numbers), tuple(blocks), rest, rest_edges, chains)
 
 
-def _frontiers(problem: Problem, network: Network, place: dict[int, tuple[int, int, int]]) -> list[set[int]]:
+def _owners(problem: Problem, repeats: _Repeats, frontiers: list[set[int]]) -> IntArray:
+    """The instance in whose interior each node is, -1 for none: instances whose interiors touch, or one alone, have none."""
+    owner = repeats.instance.copy()
+    alone = []
+    for number, (repeat, start) in enumerate(zip(problem.repeats, repeats.first)):
+        of_repeat = repeats.number == number
+        owner[of_repeat & np.isin(repeats.position, list(frontiers[number]))] = -1
+        if len(repeat.instances) == 1:
+            alone.append(start)
+    source, target = owner[repeats.ends[0]], owner[repeats.ends[1]]
+    touching = (source >= 0) & (target >= 0) & (source != target)
+    none = np.isin(owner, np.concatenate([source[touching], target[touching], np.array(alone, dtype=np.int64)]))
+    found: IntArray = np.where(none, -1, owner)
+    return found
+
+
+def _frontiers(problem: Problem, network: Network, repeats: _Repeats) -> list[set[int]]:
     """Per Repeat the positions that join its instances: of the readers and the read, the side with fewer states."""
-    earlier: list[set[int]] = [set() for _ in problem.repeats]
-    later: list[set[int]] = [set() for _ in problem.repeats]
-    for source, target, _ in network.edges:
-        at, to = place.get(source), place.get(target)
-        if at is None or to is None or at[0] != to[0] or at[1] == to[1]:
-            continue
-        first, second = sorted((at, to))
-        earlier[at[0]].add(first[2])
-        later[at[0]].add(second[2])
+    source, target, _ = repeats.ends
+    joins = (repeats.number[source] >= 0) & (repeats.number[source] == repeats.number[target])
+    joins &= repeats.instance[source] != repeats.instance[target]
+    source, target = source[joins], target[joins]
+    ahead = repeats.instance[source] < repeats.instance[target]
+    earlier, later = np.where(ahead, source, target), np.where(ahead, target, source)
     result = []
-    for repeat, left, right in zip(problem.repeats, earlier, later):
-        states = [math.prod(network.sizes[repeat.instances[0][p]] for p in side) for side in (left, right)]
-        result.append(left if states[0] <= states[1] else right)
+    for number, repeat in enumerate(problem.repeats):
+        of_repeat = repeats.number[earlier] == number
+        sides = [set(np.unique(repeats.position[side[of_repeat]]).tolist()) for side in (earlier, later)]
+        states = [math.prod(network.sizes[repeat.instances[0][p]] for p in side) for side in sides]
+        result.append(sides[0] if states[0] <= states[1] else sides[1])
     return result
 
 
@@ -183,7 +211,7 @@ def _pattern(
     interior: tuple[int, ...],
     edges: list[tuple[int, int, int]],
     roles: tuple[int, ...],
-    unary: dict[int, list[int]],
+    unary: Sequence[Sequence[int]],
 ) -> tuple[Pattern, tuple[int, ...]]:
     """The pattern of a block and its ports, numbered as they are met in an order that all instances share."""
     local = {node: position for position, node in enumerate(interior)}

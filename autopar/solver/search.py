@@ -37,10 +37,12 @@ class _Found:
     message: str = ""
 
 
-def solve_elimination(problem: Problem, limits: Limits, time_limit_seconds: float | None = None) -> Assignment:
+def solve_elimination(
+    problem: Problem, limits: Limits, time_limit_seconds: float | None = None, near: float | None = None
+) -> Assignment:
     """Elimination with multipliers, splicing, pruning, and branch and bound on the rest; see `memory`, `branch`."""
     stop_at = math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
-    found = _search(problem, limits, stop_at)
+    found = _search(problem, limits, stop_at, near)
     if found.best is None:
         status = Status.INFEASIBLE if found.lower_bound_seconds == math.inf else Status.TIMED_OUT
         return no_answer(status, found.lower_bound_seconds, found.message, found.smallest_budgets_bytes)
@@ -82,7 +84,7 @@ def _read(tables: _Tables) -> _Read:
     return _Read(structure, domains, within_limits(structure, domains))
 
 
-def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
+def _search(problem: Problem, limits: Limits, stop_at: float, near: float | None = None) -> _Found:
     try:
         read = _read(_Tables(problem))
     except NothingLeft as nothing:
@@ -91,16 +93,18 @@ def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
     smallest: tuple[float, ...] | None = None
     message = ""
     try:
-        if state.dual(np.zeros(problem.num_rows)) == math.inf:
+        known = near is not None and problem.num_rows == 1 and state.bracket_near(near)
+        if not known and state.dual(np.zeros(problem.num_rows)) == math.inf:
             return _Found(None, math.inf, (), None, "no combination of choices is offered")
         if not state.closed and not _is_good_enough(state):
             state.settle()
-            bounds, smallest = state.smallest_budgets()
-            slack = 1e-12 * np.abs(state.budgets)
-            over = np.flatnonzero(np.array(bounds) > state.budgets + slack).tolist()
-            if over:
-                facts = ", ".join(f"row {row} needs {smallest[row]:g}, has {state.budgets[row]:g}" for row in over)
-                return _Found(None, math.inf, (), smallest, f"memory budgets are too small, in bytes: {facts}")
+            if not _fits_at_once(state):
+                bounds, smallest = state.smallest_budgets()
+                slack = 1e-12 * np.abs(state.budgets)
+                over = np.flatnonzero(np.array(bounds) > state.budgets + slack).tolist()
+                if over:
+                    facts = ", ".join(f"row {row} needs {smallest[row]:g}, has {state.budgets[row]:g}" for row in over)
+                    return _Found(None, math.inf, (), smallest, f"memory budgets are too small, in bytes: {facts}")
             _rounds(state)
         if not state.closed:
             message = _finish(state)
@@ -110,6 +114,13 @@ def _search(problem: Problem, limits: Limits, stop_at: float) -> _Found:
     points = tuple(tuple(point.choices.tolist()) for point in state.points)
     lower = math.inf if best is None and state.lower == math.inf else state.lower
     return _Found(best, lower, points, smallest, message)
+
+
+def _fits_at_once(state: Lagrangian) -> bool:
+    """Whether something fits at the first multiplier, in a problem so large that a probe for the least bytes is dear."""
+    if state.problem.num_rows == 1 and len(state.network.edges) > state.limits.ilp_pairs:
+        state.bracket(most_raises=1)
+    return any(state.fits(point.totals) for point in state.points)
 
 
 def _is_good_enough(state: Lagrangian) -> bool:

@@ -26,6 +26,7 @@ _MOST_WORK, _MOST_WORK_PER_OP = 100_000_000, 500_000
 _MOST_ENTRIES = 1 << 26
 _TIGHTENINGS = 2
 _MOST_FIXED_PROGRAMS = 8
+_NEAR = 1e-4  # of the bound: an assignment that is so near to it needs no second ballot
 
 
 def _too_large(program: Program) -> bool:
@@ -127,6 +128,8 @@ class Oracle:
             found = self._with_fixed(votes, weights)
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
+            if best is not None and best[0] - bound <= _NEAR * abs(bound):
+                break
         return bound, best
 
     def _with_fixed(self, votes: tuple[tuple[int, int], ...], weights: FloatArray) -> tuple[float, IntArray] | None:

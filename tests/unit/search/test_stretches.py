@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from autopar.mesh import Mesh
 from autopar.options import PlanOptions
 from autopar.recompute import MODES
 from autopar.search.chaining import chain_of
-from autopar.search.places import Place
-from autopar.search.pricing import Priced
+from autopar.search.places import Chain, Place
+from autopar.search.pricing import Priced, _Run
 from autopar.search.stretches import Point, Stretches
 from autopar.search.units import weights_of
 from cost_models import Cluster, CostModel, Link, Node
@@ -98,3 +99,44 @@ def test_less_memory_makes_more_blocks_recompute() -> None:
     shares = (100.0, 3.0, 1.5)
     counts = [stretches_of("two blocks", share * needed).recomputing(point, runs, 1)[0] for share in shares]
     assert counts == [(2, 0, 0), (1, 0, 1), (0, 0, 2)]
+
+
+@pytest.mark.parametrize("settles", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_like_blocks_that_are_not_walked_through_add_what_walking_does(seed: int, settles: bool) -> None:
+    """From the first unit alone, a hundred blocks of two units: as if every one had been walked through, and never above. A
+    chain ``settles`` where staying in one state is cheap; else the states of the best way may go round for ever."""
+    random = np.random.default_rng(seed)
+    kinds = [0, *[1, 2] * 100, 3]
+    blocks = [None, *(f"block {at // 2}" for at in range(200)), None]
+    places = [
+        Place(kind, block, kind == 1, kind == 2) for kind, block in zip(kinds, blocks, strict=True)
+    ]
+    chain = Chain(tuple(places), (), ())
+    assert chain.repeats[4] == (2, 98)
+    matrices = {
+        mode: [np.where(random.random((3, 5, 5)) < 0.2, np.inf, 1 + random.random((3, 5, 5))) for _ in range(4)]
+        for mode in MODES
+    }
+    for matrix in itertools.chain(*matrices.values()) if settles else ():
+        matrix[:, 0, 0] = 0.1
+    narrow = {mode: [matrix.astype(np.float32) for matrix in matrices[mode]] for mode in MODES}
+    walks = [0]
+
+    class Counted(_Run):
+        def _through(self, reached: Any, unit: int) -> Any:
+            walks[0] += 1
+            return super()._through(reached, unit)
+
+    found = Counted(chain, narrow, MODES[0]).costs(3, 1)[:, 0, 1:]
+    least = {mode: np.zeros((3, 5)) for mode in MODES}
+    for unit, place in enumerate(places):
+        if place.opens:
+            least = dict.fromkeys(MODES, np.minimum.reduce(list(least.values())))
+        taken = MODES if place.block else MODES[:1]
+        least = {m: (least[m][:, :, None] + narrow[m][place.kind].astype(np.float64)).min(axis=1) for m in taken}
+        if place.closes or not place.block:
+            least = dict.fromkeys(MODES, np.minimum.reduce(list(least.values())))
+            assert found[:, unit] == pytest.approx(least[MODES[0]].min(axis=1), rel=3e-6)
+            assert (found[:, unit] <= least[MODES[0]].min(axis=1) * (1 + 2e-6)).all()
+    assert walks[0] < 100 or not settles

@@ -31,6 +31,22 @@ def test_methods_agree_on_small_problems(first: int) -> None:
         assert_methods_agree(small_problem(seed))
 
 
+@pytest.mark.parametrize("near", [1e-9, 1e-4, 1e-3, 1.0])
+def test_a_multiplier_to_start_from_changes_no_answer(near: float) -> None:
+    met = set()
+    for seed in range(60):
+        problem = small_problem(seed)
+        if problem.num_rows != 1:
+            continue
+        oracle, found = solve(problem, "exhaustive"), solve(problem, near=near)
+        check(problem, found)
+        assert found.status is oracle.status
+        assert found.cost_seconds == pytest.approx(oracle.cost_seconds, rel=1e-9, abs=1e-12)
+        assert found.smallest_budgets_bytes == oracle.smallest_budgets_bytes
+        met.add(found.status)
+    assert met == {Status.OPTIMAL, Status.INFEASIBLE}
+
+
 @pytest.mark.slow
 def test_methods_agree_on_500_problems() -> None:
     statuses = {assert_methods_agree(small_problem(seed)).status for seed in range(500)}
