@@ -115,6 +115,9 @@ class _Ratios:
         return self._grids[group]
 
 
+BANDWIDTH_BYTES = 1 << 20  # of collectives whose seconds show the bandwidth of their links; smaller ones are mostly latency
+
+
 @dataclass(frozen=True)
 class MeasuredAxisCost(AxisCost):
     """An axis with measured curves for some kinds of collectives; others are estimated and corrected.
@@ -136,8 +139,12 @@ class MeasuredAxisCost(AxisCost):
             return estimated
         if kind not in self.curves:
             return np.asarray(estimated * (self.ratios.get(kind, 1.0) * self.correction))
-        amount = np.asarray(num_bytes, dtype=np.float64)
-        return np.asarray(np.where(amount > 0, self.curves[kind].seconds(amount) * self.correction, 0.0))
+        amount, curve = np.asarray(num_bytes, dtype=np.float64), self.curves[kind]
+        measured, largest = curve.seconds(amount), curve.points[-1].num_bytes
+        if largest < BANDWIDTH_BYTES:  # these seconds are latency: what larger ones add is not known from them
+            more = np.maximum(estimated - super().seconds(kind, largest), 0.0)
+            measured = np.where(amount > largest, curve.seconds(largest) + more, measured)
+        return np.asarray(np.where(amount > 0, measured * self.correction, 0.0))
 
 
 def measured_axis(estimated: AxisCost, profile: Profile, key: str) -> AxisCost:

@@ -214,6 +214,24 @@ def test_measured_collectives_replace_the_estimate() -> None:
     assert provenance_of(estimated.axis(2, 1), "all_reduce") == "estimated"
 
 
+@pytest.mark.parametrize("sizes", [[1000], [1000, 3000]])
+def test_small_collectives_say_nothing_of_bandwidth(sizes: list[int]) -> None:
+    """Latencies alone were measured: what larger ones add is estimated."""
+    collectives = {f"all_reduce {PAIR}": curve(*((size, 5e-3) for size in sizes))}
+    axis = CostModel(LOCAL, replace(PLAIN, collectives=collectives)).axis(2, 1)
+    estimated = CostModel(LOCAL).axis(2, 1)
+    assert float(axis.seconds("all_reduce", sizes[-1])) == pytest.approx(5e-3)
+    for size in (1e6, 1e8):
+        more = estimated.seconds("all_reduce", size) - estimated.seconds("all_reduce", sizes[-1])
+        assert float(axis.seconds("all_reduce", size)) == pytest.approx(5e-3 + float(more))
+
+
+def test_large_collectives_have_their_own_rate() -> None:
+    collectives = {f"all_reduce {PAIR}": curve((1 << 20, 1e-3), (1 << 21, 3e-3))}
+    axis = CostModel(LOCAL, replace(PLAIN, collectives=collectives)).axis(2, 1)
+    assert float(axis.seconds("all_reduce", 1 << 22)) == pytest.approx(7e-3)
+
+
 def test_groups_that_were_not_measured_are_estimated() -> None:
     four = Cluster.local(4, memory_bytes=2**34, num_cores=2)
     profile = replace(PLAIN, machine=replace(MACHINE, devices_per_node=(4,)))
