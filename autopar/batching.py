@@ -72,13 +72,10 @@ def _shape(value: Value, before: int, after: int) -> tuple[int, ...]:
 
 
 def _value(value: Value, shapes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]) -> Value:
-    """The value in its shape at the other size. Written out, as a model has thousands of them."""
+    """The value in its shape at the other size."""
     if not value.batch_dims:
         return value
-    shape = shapes[value.shape, value.batch_dims]
-    return Value(
-        value.id, shape, value.dtype, value.requires_grad, value.kind, value.storage, value.batch_dims
-    )
+    return Value(**{**vars(value), "shape": shapes[value.shape, value.batch_dims]})  # a model has thousands: replace is slow
 
 
 def _by_number(operator: Operator, graph: OpGraph) -> Operator:

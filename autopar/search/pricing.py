@@ -198,7 +198,8 @@ class _Run:
                         block[:, None] + shifts[:, :, None]
                     ).reshape(num_weights, -1)
                     after = (ends[unit] + shifts[:, -1:]).astype(np.float32)
-                    reached, unit = _Reached(dict.fromkeys(self.modes, after), True), unit + times * size
+                    unit += times * size
+                    reached, ends[unit] = _Reached(dict.fromkeys(self.modes, after), True), after
             unit += 1
         return result
 

@@ -104,18 +104,18 @@ def test_less_memory_makes_more_blocks_recompute() -> None:
 @pytest.mark.parametrize("settles", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_like_blocks_that_are_not_walked_through_add_what_walking_does(seed: int, settles: bool) -> None:
-    """From the first unit alone, a hundred blocks of two units: as if every one had been walked through, and never above. A
-    chain ``settles`` where staying in one state is cheap; else the states of the best way may go round for ever."""
+    """From the first unit alone, a hundred blocks of two units and fifty of one: as if every one had been walked through, and
+    never above. A chain ``settles`` where staying in one state is cheap; else the best way may go round for ever."""
     random = np.random.default_rng(seed)
-    kinds = [0, *[1, 2] * 100, 3]
-    blocks = [None, *(f"block {at // 2}" for at in range(200)), None]
+    kinds = [0, *[1, 2] * 100, *[4] * 50, 3]
+    blocks = [None, *(f"block {at // 2}" for at in range(200)), *(f"other {at}" for at in range(50)), None]
     places = [
-        Place(kind, block, kind == 1, kind == 2) for kind, block in zip(kinds, blocks, strict=True)
+        Place(kind, block, kind in (1, 4), kind in (2, 4)) for kind, block in zip(kinds, blocks, strict=True)
     ]
     chain = Chain(tuple(places), (), ())
     assert chain.repeats[4] == (2, 98)
     matrices = {
-        mode: [np.where(random.random((3, 5, 5)) < 0.2, np.inf, 1 + random.random((3, 5, 5))) for _ in range(4)]
+        mode: [np.where(random.random((3, 5, 5)) < 0.2, np.inf, 1 + random.random((3, 5, 5))) for _ in range(5)]
         for mode in MODES
     }
     for matrix in itertools.chain(*matrices.values()) if settles else ():
