@@ -93,7 +93,7 @@ class Priced:
         taken = [mode for mode in self.allowed if mode == self.plain or modes is None or mode in modes]
         starts = 1 if self.from_first else len(self.chain.places)
         found = _Run(self.chain, self._matrices(weights, taken), self.plain).costs(len(weights), starts)
-        return np.asarray(found * np.float32(1 - ROUNDING), dtype=np.float32)
+        return np.asarray(found * np.float32(1 - rounding_of(self.chain)), dtype=np.float32)
 
     def modes(
         self, weights: Floats, runs: Sequence[tuple[int, int]]
@@ -128,6 +128,11 @@ class Priced:
                     known[id(unit)] = unit.evaluate(weights)
             found[mode] = [known[id(unit)] for unit in self.units(mode)]
         return found
+
+
+def rounding_of(chain: Chain) -> float:
+    """By what part sums along a chain may be too large: those of a unit, and half of the last place for each unit added."""
+    return ROUNDING + chain.num_units * float(np.finfo(np.float32).eps) / 2
 
 
 @dataclass(frozen=True)
