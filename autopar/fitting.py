@@ -117,7 +117,7 @@ def fit_quickly(costed: Costed, available_bytes: float, solve: Solve, near: floa
     if costed.problem.num_nodes <= LARGE:
         parts.insert(0, _Part((operators, parameters), (math.inf, math.inf), -math.inf))
     for part in parts:
-        found = _candidate(costed, solve(_restricted(costed, part, available_bytes), near), -math.inf, available_bytes)
+        found = _candidate(costed, solve(_restricted(costed, part, available_bytes), near=near), -math.inf, available_bytes)
         if found.peak_bytes <= available_bytes:
             return found
     return replace(_none(costed, available_bytes), lower_bound_seconds=-math.inf)

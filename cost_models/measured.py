@@ -142,8 +142,10 @@ class MeasuredAxisCost(AxisCost):
         amount, curve = np.asarray(num_bytes, dtype=np.float64), self.curves[kind]
         measured, largest = curve.seconds(amount), curve.points[-1].num_bytes
         if largest < BANDWIDTH_BYTES:  # these seconds are latency: what larger ones add is not known from them
-            more = np.maximum(estimated - super().seconds(kind, largest), 0.0)
-            measured = np.where(amount > largest, curve.seconds(largest) + more, measured)
+            known, expected = float(curve.seconds(largest)), float(super().seconds(kind, largest))
+            # No faster than the links, but twice the bytes never take more than twice the time: bounds rely on that.
+            part = min(1.0, known / expected) if expected > 0 else 1.0
+            measured = np.where(amount > largest, known + part * np.maximum(estimated - expected, 0.0), measured)
         return np.asarray(np.where(amount > 0, measured * self.correction, 0.0))
 
 

@@ -138,13 +138,13 @@ class KeptBytes:
     def twins(self) -> Mapping[str, str]:
         """Operators of which, and of whose inputs, the same is kept as of another, which stands for them. Both are in blocks
         between others of their group, and each of the three recomputes alike."""
-        first: dict[tuple[str, str], Block] = {}
+        first: dict[Hashable, Block] = {}
         found: dict[str, str] = {}
         for path, between in self.prepared.between.items():
             mode = self._modes[path]
             if {self._modes[between.before.path], self._modes[between.behind.path]} != {mode} or path == self._turn:
                 continue
-            block = first.setdefault((between.group, mode), between.block)
+            block = first.setdefault((between.group, mode, between.flows), between.block)
             if block is not between.block:
                 found.update(zip(between.block.operators, block.operators, strict=True))
         return found

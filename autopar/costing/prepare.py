@@ -7,7 +7,7 @@ that follows, does not grow with the depth of the model beyond light bookkeeping
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,12 +25,13 @@ from autopar.strategies.spatial import letters_of_space
 @dataclass(frozen=True)
 class Between:
     """A block with its neighbours, all of one group: it reads the one before as that reads its own, and is read by the one
-    behind alone."""
+    behind alone. ``flows``: through which of what each of the three makes a gradient flows."""
 
     group: str
     before: Block
     block: Block
     behind: Block
+    flows: tuple[tuple[bool, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -88,21 +89,22 @@ class Prepared:
 
 def prepare(graph: OpGraph, like: Prepared | None = None) -> Prepared:
     """Gather the facts of a graph. ``like``: the same with fewer blocks in its groups, the first two among them."""
+    canonical = graph.canonical
+    representatives = [op for op in graph.operators if canonical.get(op.id, op.id) == op.id]
+    gradient = has_gradient(graph)
     if like is not None:
         return replace(
             like,
             graph=graph,
-            gradient=has_gradient(graph),
+            gradient=gradient,
+            saved=_saved(graph, representatives, like.signatures, gradient, canonical),
             groups=sharing_groups(graph),
             derived=derived_operators(graph),
             of_parameters=graph.of_structure("of_parameters", _of_parameters),
             between=graph.of_structure("between", _between),
         )
-    canonical = graph.canonical
-    representatives = [op for op in graph.operators if canonical.get(op.id, op.id) == op.id]
     found = ((operator.id, signature_of(operator, graph)) for operator in representatives)
     signatures = {name: signature for name, signature in found if signature is not None}
-    gradient = has_gradient(graph)
     return Prepared(
         graph=graph,
         signatures=signatures,
@@ -117,18 +119,29 @@ def prepare(graph: OpGraph, like: Prepared | None = None) -> Prepared:
     )
 
 
+def _read_within(graph: OpGraph, values: Iterable[str], operators: Set[str]) -> bool:
+    """Whether nothing but some operators reads some values."""
+    return all(name in operators for value in values for name, _ in graph.readers_of.get(value, ()))
+
+
 def _between(graph: OpGraph) -> dict[str, Between]:
     """The first two blocks of a group may be given other things than those behind them, the last is followed by others."""
     found = {}
     leaving = {*graph.sent, *(output.value for output in graph.outputs), graph.loss}
     leaving.update(buffer.updated for buffer in graph.buffers)
+    gradient = has_gradient(graph)
     for group in graph.block_groups:
-        for before, block, behind in zip(group.blocks[1:], group.blocks[2:], group.blocks[3:], strict=False):
-            readers = {*block.operators, *behind.operators}
-            made = [value for name in block.operators for value in graph.operator_of[name].outputs if value]
-            within = all(name in readers for value in made for name, _ in graph.readers_of.get(value, ()))
-            if within and leaving.isdisjoint(made):
-                found[block.path] = Between(group.name, before, block, behind)
+        made = [
+            [value for name in block.operators for value in graph.operator_of[name].outputs if value] for block in group.blocks
+        ]
+        flows = [tuple(value in gradient for value in values) for values in made]
+        for at in range(2, len(group.blocks) - 1):
+            block, behind = group.blocks[at], group.blocks[at + 1]
+            own, near = set(block.operators), {*block.operators, *behind.operators}
+            read = _read_within(graph, made[at], near) and _read_within(graph, block.parameters, own)
+            if read and leaving.isdisjoint(made[at]):
+                around = group.blocks[at - 1], block, behind
+                found[block.path] = Between(group.name, *around, tuple(flows[at - 1 : at + 2]))
     return found
 
 

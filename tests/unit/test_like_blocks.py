@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.batching import at_batch
 from autopar.costing import Costed, build, prepare
@@ -80,6 +83,47 @@ def test_a_block_that_something_else_reads_is_priced_by_itself() -> None:
     graph = trace(model, inputs).graph
     assert len(graph.outputs) > 2
     assert not prepare(graph).between
+
+
+class Handed(nn.Module):
+    """A block that hands on a view of what the one before it computed, and reads another's parameter where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x + self.b(F.gelu(q) * x), F.gelu(self.a(x)), p.unsqueeze(1).squeeze(1)
+
+
+class Row(nn.Module):
+    def __init__(self, borrows: bool = False) -> None:
+        super().__init__()
+        self.layers, self.borrows = nn.ModuleList(Handed() for _ in range(10)), borrows
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        p, q, out = x * 2, x * 3, x
+        for layer in self.layers:
+            out, p, q = layer(out, p, q)
+        if self.borrows:
+            out = F.linear(out, self.layers[4].a.weight)
+        return F.mse_loss(out, y) + (q * q).mean() + p.mean()
+
+
+def row(borrows: bool = False) -> OpGraph:
+    return trace(Row(borrows), {"x": torch.randn(8, 16), "y": torch.randn(8, 16)}).graph
+
+
+def test_what_is_saved_through_a_view_across_blocks_is_saved_in_the_whole_graph() -> None:
+    graph = row()
+    assert graph.block_groups
+    whole, borrowed = prepare(graph), prepare(graph, prepare(shortened(graph).graph))
+    assert borrowed.saved == whole.saved
+
+
+def test_a_block_whose_parameter_others_read_is_priced_by_itself() -> None:
+    plain, borrowing = prepare(row()), prepare(row(borrows=True))
+    assert set(plain.between) - set(borrowing.between) == {"layers.4"}
 
 
 def test_the_short_graph_says_of_the_whole_one_what_that_itself_does(graph: OpGraph) -> None:

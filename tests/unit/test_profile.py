@@ -226,6 +226,15 @@ def test_small_collectives_say_nothing_of_bandwidth(sizes: list[int]) -> None:
         assert float(axis.seconds("all_reduce", size)) == pytest.approx(5e-3 + float(more))
 
 
+def test_twice_the_bytes_never_take_more_than_twice_the_time() -> None:
+    """Beyond small collectives that were faster than the description of the cluster says."""
+    collectives = {f"all_reduce {PAIR}": curve((1 << 10, 1e-7), (1 << 12, 2e-7))}
+    axis = CostModel(LOCAL, replace(PLAIN, collectives=collectives)).axis(2, 1)
+    sizes = 2.0 ** np.arange(10, 30)
+    seconds = axis.seconds("all_reduce", sizes)
+    assert (seconds[1:] <= 2 * seconds[:-1] * (1 + 1e-9)).all() and (np.diff(seconds) > 0).all()
+
+
 def test_large_collectives_have_their_own_rate() -> None:
     collectives = {f"all_reduce {PAIR}": curve((1 << 20, 1e-3), (1 << 21, 3e-3))}
     axis = CostModel(LOCAL, replace(PLAIN, collectives=collectives)).axis(2, 1)
