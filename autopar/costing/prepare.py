@@ -92,31 +92,31 @@ def prepare(graph: OpGraph, like: Prepared | None = None) -> Prepared:
     canonical = graph.canonical
     representatives = [op for op in graph.operators if canonical.get(op.id, op.id) == op.id]
     gradient = has_gradient(graph)
-    if like is not None:
-        return replace(
-            like,
-            graph=graph,
-            gradient=gradient,
-            saved=_saved(graph, representatives, like.signatures, gradient, canonical),
-            groups=sharing_groups(graph),
-            derived=derived_operators(graph),
-            of_parameters=graph.of_structure("of_parameters", _of_parameters),
-            between=graph.of_structure("between", _between),
-        )
-    found = ((operator.id, signature_of(operator, graph)) for operator in representatives)
-    signatures = {name: signature for name, signature in found if signature is not None}
+    signatures, cuts, space = (
+        (like.signatures, like.cuts, like.space) if like is not None else _of_rules(graph, canonical, representatives)
+    )
     return Prepared(
         graph=graph,
         signatures=signatures,
-        cuts=_cuts(graph, canonical, signatures),
+        cuts=cuts,
         gradient=gradient,
         groups=sharing_groups(graph),
         saved=_saved(graph, representatives, signatures, gradient, canonical),
         derived=derived_operators(graph),
         of_parameters=graph.of_structure("of_parameters", _of_parameters),
-        space=letters_of_space([_renamed(operator, canonical) for operator in representatives], signatures),
+        space=space,
         between=graph.of_structure("between", _between),
     )
+
+
+def _of_rules(
+    graph: OpGraph, canonical: Mapping[str, str], representatives: Sequence[Operator]
+) -> tuple[Mapping[str, Signature], Mapping[str, LetterCuts], Mapping[str, tuple[str, ...]]]:
+    """Signatures, cuts and letters of space."""
+    found = ((operator.id, signature_of(operator, graph)) for operator in representatives)
+    signatures = {name: signature for name, signature in found if signature is not None}
+    space = letters_of_space([_renamed(operator, canonical) for operator in representatives], signatures)
+    return signatures, _cuts(graph, canonical, signatures), space
 
 
 def _read_within(graph: OpGraph, values: Iterable[str], operators: Set[str]) -> bool:
